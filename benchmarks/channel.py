@@ -42,7 +42,7 @@ class Peer:
         self._directory = directory
         usual = f"unix:{directory}/{rank}"
         self._hubs = {
-            kind: ChannelHub(kinds.hub_endpoint(kind, f"{usual}-{kind}"), f"peer/{rank}") for kind in CHANNELS
+            kind: ChannelHub(kinds.named(kind).hub_endpoint(f"{usual}-{kind}"), f"peer/{rank}") for kind in CHANNELS
         }
         self._receivers = {kind: hub.receiver(kind) for kind, hub in self._hubs.items()}
         self._senders: dict[str, Sender] = {}

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from lp_pipe.connections.credentials import Credentials
+from lp_pipe.connections.tcp_endpoint import TLS
 from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.hosts import agent, handshake
 from lp_pipe.launch.hosts.assignment import Assignment
@@ -91,8 +92,8 @@ class Crowd:
         handshake.Versions.here = lambda: versions  # type: ignore[method-assign] # once for all, not for each
 
         def join_one(name: str) -> None:
-            connection, _ = agent._connect(addresses, credentials, 60.0)
-            one = FakeAgent(connection, credentials, name, "192.0.2.1")
+            connection, _ = agent._connect(TLS, addresses, credentials, 60.0)
+            one = FakeAgent(connection, credentials, name, "192.0.2.1", TLS)
             self._agents.append(one)
             self._threads.append(threading.Thread(target=one.serve))
             self._threads[-1].start()

@@ -76,7 +76,7 @@ def pipeline_step(job: Job) -> Callable[[int], None]:
     x, target = torch.ones(job.rows, job.width), torch.ones(job.rows, 1)
     _wait_for_the_other()
     sender = open_sender(
-        f"tls:{job.addresses[1 - job.rank]}:{PORT}", names[job.rank], kind="grpc", name=f"stages/{job.rank}"
+        f"tls:{job.addresses[1 - job.rank]}:{PORT}", names[job.rank], kind="tls", name=f"stages/{job.rank}"
     )
 
     def step(number: int) -> None:

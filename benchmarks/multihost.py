@@ -4,7 +4,7 @@
 
 The hosts are network namespaces with an sshd each (root), joined without a limit of bandwidth; all share this machine's
 cores, and stages compute with one thread. Calls: `add(1, 2)` from one host to the other, beside grpcio's with the same
-certificates. Throughput: steps of one model in multi_host mode over TLS (channel="grpc") and over gloo, beside process
+certificates. Throughput: steps of one model in multi_host mode over TLS (channel="tls") and over gloo, beside process
 mode; all run at once and take turns.
 Start: from launch() until 4 nodes that import torch have answered, 2 on each host, beside `python -c "import torch"`
 by ssh on both hosts at once.
@@ -60,7 +60,7 @@ def calls(hosts: Hosts, rounds: int, count: int) -> Values:
 
 def throughput(hosts: Hosts, workload: Workload, rounds: int, steps: int) -> Values:
     """Samples a second."""
-    parties = {BASES["throughput"]: "", "2 hosts, grpc": "grpc", "2 hosts, gloo": "gloo"}
+    parties = {BASES["throughput"]: "", "2 hosts, tls": "tls", "2 hosts, gloo": "gloo"}
     found: Values = {name: [] for name in parties}
     with contextlib.ExitStack() as stack:
         clients = {name: stack.enter_context(_pipeline(hosts, workload, kind)) for name, kind in parties.items()}

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from lp_pipe.channels import gpu
-from lp_pipe.channels.arriving import SIZE, ArrivingInlet
-from lp_pipe.channels.mixed import MixedInlet, MixedOutlet
+from lp_pipe.channels.async_receive import SIZE, AsyncReceiver
+from lp_pipe.channels.base import Notify, TransferError, TransportSender
+from lp_pipe.channels.mixed import MixedReceiver, MixedSender
 from lp_pipe.channels.packing import CPU, Layout, tensor_over
-from lp_pipe.channels.ring import RingInlet, RingOutlet
-from lp_pipe.channels.transport import Notify, Outlet, TransferError
+from lp_pipe.channels.ring import RingReceiver, RingSender
 
 # Of torch's rebuild_cuda_tensor: the GPU's number, which the receiver may count otherwise; whether its stream waits.
 _DEVICE_ARGUMENT, _WAITS_ARGUMENT = 6, -1
@@ -45,14 +45,14 @@ class _Slot:
     handles: bytes = b""
 
 
-class _Opened(NamedTuple):
+class _OpenSlot(NamedTuple):
     """The receiver's view of a slot."""
 
     memory: Tensor
     event: Any
 
 
-class IpcOutlet(Outlet):
+class IpcSender(TransportSender):
     """Tokens count the messages. can_send: whether this receiver can be reached so; known before the first credit."""
 
     def __init__(self, device: torch.device) -> None:
@@ -114,20 +114,20 @@ class IpcOutlet(Outlet):
             raise TransferError(f"the GPU's memory cannot be shared: {error}") from error
 
 
-class IpcInlet(ArrivingInlet):
+class IpcReceiver(AsyncReceiver):
     """device: the CPU where this end has no GPU; then nothing comes this way."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__("CUDA IPC", device)
         self._stream: Any = torch.cuda.Stream(device=device) if device.type == "cuda" else None
-        self._opened: dict[int, _Opened] = {}  # by the slot's number
+        self._opened: dict[int, _OpenSlot] = {}  # by the slot's number
         self._ended: str | None = None
 
     def begin(self, notify: Notify) -> None:
         reachable = gpu.reachable_from(self._device) if self._device.type == "cuda" else []
         notify(json.dumps([os.getpid(), reachable]).encode())
 
-    def _start(self, token: int, size: int, header: Any) -> "tuple[_Copying, Tensor]":
+    def _start(self, token: int, size: int, header: Any) -> "tuple[_CopyWork, Tensor]":
         number, handles = pickle.loads(bytes(header)[SIZE.size :])
         # The memory is the stream's own. And torch waits for the current stream when it closes a slot's memory.
         with torch.cuda.stream(self._stream):
@@ -138,17 +138,17 @@ class IpcInlet(ArrivingInlet):
             if slot is None:
                 raise TransferError("the sender's memory could not be opened, or this end is closed")
             memory = gpu.memory_on(self._device, size)
-        return _Copying(slot, memory, self._stream, lambda: self._ended), memory
+        return _CopyWork(slot, memory, self._stream, lambda: self._ended), memory
 
     def _tensors_in(self, memory: Tensor, layout: Layout) -> list[Tensor]:
         return gpu.tensors_in(memory, layout)
 
-    def when_all_are_here(self, call: Any) -> None:
+    def when_received(self, call: Any) -> None:
         def let_go_first() -> None:
             self._let_go()
             call()
 
-        super().when_all_are_here(let_go_first)
+        super().when_received(let_go_first)
 
     def _let_go(self) -> None:
         """No more will come: the sender has its memory back."""
@@ -162,19 +162,19 @@ class IpcInlet(ArrivingInlet):
         self._let_go()
 
 
-def _opened(handles: bytes) -> _Opened:
+def _opened(handles: bytes) -> _OpenSlot:
     name, arguments, event = pickle.loads(handles)
     source = gpu.index_of(name)
     arguments[_DEVICE_ARGUMENT], arguments[_WAITS_ARGUMENT] = source, False
     memory = reductions.rebuild_cuda_tensor(*arguments)
-    return _Opened(memory, torch.cuda.Event.from_ipc_handle(torch.device("cuda", source), event))
+    return _OpenSlot(memory, torch.cuda.Event.from_ipc_handle(torch.device("cuda", source), event))
 
 
-class _Copying:
+class _CopyWork:
     """A copy of the sender's memory; made by the thread that waits for it, for it waits for the sender first."""
 
-    def __init__(self, slot: _Opened, memory: Tensor, stream: Any, failure: gpu.Failure) -> None:
-        self._slot: _Opened | None = slot
+    def __init__(self, slot: _OpenSlot, memory: Tensor, stream: Any, failure: gpu.Failure) -> None:
+        self._slot: _OpenSlot | None = slot
         self._memory = memory
         self._stream = stream
         self._failure = failure
@@ -185,16 +185,16 @@ class _Copying:
         gpu.wait_for(slot.event, self._failure, timeout)
         with torch.cuda.stream(self._stream):
             self._memory.copy_(slot.memory[: len(self._memory)], non_blocking=True)
-            copied = gpu.Queued(self._stream, self._failure)
+            copied = gpu.QueuedGpuWork(self._stream, self._failure)
         copied.wait(timeout)
 
 
-class CudaIpcOutlet(MixedOutlet):
+class CudaIpcSender(MixedSender):
     def __init__(self, device: torch.device) -> None:
-        ipc = IpcOutlet(device)
-        super().__init__(RingOutlet(), ipc, lambda: ipc.can_send)
+        ipc = IpcSender(device)
+        super().__init__(RingSender(), ipc, lambda: ipc.can_send)
 
 
-class CudaIpcInlet(MixedInlet):
+class CudaIpcReceiver(MixedReceiver):
     def __init__(self, device: torch.device) -> None:
-        super().__init__(RingInlet(), IpcInlet(device), device if device.type == "cuda" else CPU)
+        super().__init__(RingReceiver(), IpcReceiver(device), device if device.type == "cuda" else CPU)

@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lp_pipe.channels.by_ranks import RankInlet, RankOutlet
-from lp_pipe.channels.note_store import NoteStore
+from lp_pipe.channels.base import TransferError
+from lp_pipe.channels.buffer_pool import BufferPool
+from lp_pipe.channels.channel_store import ChannelStore
 from lp_pipe.channels.packing import Layout, TensorSpec, separate_tensors
-from lp_pipe.channels.ranks import RECEIVER, TAGS, Backend
-from lp_pipe.channels.recycler import Recycler
-from lp_pipe.channels.transport import TransferError
+from lp_pipe.channels.rank_transport import RECEIVER, TAGS, RankBackend, RankReceiver, RankSender
 from lp_pipe.connections.resource_limits import check_descriptors
 from lp_pipe.private_torch import gloo_group
 
@@ -38,16 +37,16 @@ _DESCRIPTORS = 64
 _Group: Any = dist.ProcessGroupGloo if dist.is_available() else None  # torch's types lack its send and recv
 
 
-class Gloo(Backend):
+class GlooBackend(RankBackend):
     name = "gloo"
     advice = "--interface chooses other addresses"
 
     def __init__(self) -> None:
         if not (dist.is_available() and dist.is_gloo_available()):
             raise ValueError("channel kind 'gloo': this torch was built without it; use 'auto'")
-        self._memory = Recycler()
+        self._memory = BufferPool()
 
-    def connect(self, store: NoteStore, rank: int, address: str, patience: timedelta) -> Any:
+    def connect(self, store: ChannelStore, rank: int, address: str, patience: timedelta) -> Any:
         word = secrets.token_bytes(_WORD_BYTES)
         store.set(f"address/{rank}", address)
         store.set(f"word/{rank}", word)
@@ -83,11 +82,11 @@ def _shown(group: Any, word: bytes, other: int, patience: timedelta) -> bytes:
     return bytes(shown.tolist())
 
 
-class GlooOutlet(RankOutlet):
+class GlooSender(RankSender):
     def __init__(self) -> None:
-        super().__init__(Gloo())
+        super().__init__(GlooBackend())
 
 
-class GlooInlet(RankInlet):
+class GlooReceiver(RankReceiver):
     def __init__(self) -> None:
-        super().__init__(Gloo())
+        super().__init__(GlooBackend())

@@ -92,7 +92,7 @@ def _check(failure: Failure) -> None:
         raise RuntimeError(reason)
 
 
-class Queued:
+class QueuedGpuWork:
     """What a stream has been given to do by now, to be awaited as a Work of torch.distributed is."""
 
     def __init__(self, stream: torch.cuda.Stream, failure: Failure) -> None:

@@ -5,7 +5,7 @@ import threading
 import torch
 
 from lp_pipe import connections
-from lp_pipe.channels import kinds, meeting, transports
+from lp_pipe.channels import kinds, rank_addresses, registry
 from lp_pipe.channels.messages import Opening
 from lp_pipe.channels.packing import CPU
 from lp_pipe.channels.receiver import Receiver
@@ -25,9 +25,9 @@ class ChannelHub:
         self._lock = threading.Lock()
         self._receivers: dict[str, Receiver] = {}
         self._unmatched: dict[str, Receiver] = {}
-        self._waiting: dict[str, _Incoming] = {}
+        self._waiting: dict[str, _IncomingSender] = {}
         self._closed_reason: str | None = None
-        self._listener = connections.listen(endpoint, lambda connection: _Incoming(self, connection).start())
+        self._listener = connections.listen(endpoint, lambda connection: _IncomingSender(self, connection).start())
         self.endpoint = self._listener.endpoint
 
     def receiver(self, channel: str, credits: int = 4, *, device: torch.device = CPU) -> Receiver:
@@ -76,7 +76,7 @@ class ChannelHub:
         """They keep their senders' memory, and a stage that joins its neighbours again has new names each time."""
         self._receivers = {channel: receiver for channel, receiver in self._receivers.items() if receiver.is_open}
 
-    def _opened(self, incoming: "_Incoming") -> None:
+    def _opened(self, incoming: "_IncomingSender") -> None:
         """A sender has said which channel it is for."""
         channel = incoming.opening.channel
         with self._lock:
@@ -89,7 +89,7 @@ class ChannelHub:
         elif receiver is not None:
             incoming.attach(receiver)
 
-    def _let_wait(self, incoming: "_Incoming") -> str | None:
+    def _let_wait(self, incoming: "_IncomingSender") -> str | None:
         """Keep it for a receiver to come; returns why not."""
         channel = incoming.opening.channel
         existing, waiting = self._receivers.get(channel), self._waiting.get(channel)
@@ -99,7 +99,7 @@ class ChannelHub:
         return None
 
 
-class _Incoming:
+class _IncomingSender:
     """A sender's connection, before and after its receiver is there."""
 
     opening: Opening
@@ -112,6 +112,10 @@ class _Incoming:
     @property
     def is_open(self) -> bool:
         return self.connection.closed_reason is None
+
+    @property
+    def _kind(self) -> kinds.ChannelKind:
+        return kinds.named(self.opening.kind)
 
     def start(self) -> None:
         if not isinstance(self.connection, PulledConnection) or not kinds.is_shm_supported():
@@ -126,8 +130,8 @@ class _Incoming:
     def attach(self, receiver: Receiver) -> None:
         self._receiver = receiver
         try:
-            address = meeting.receivers_address(self._hub.endpoint, self.opening.address)
-            inlet = transports.make_inlet(self.opening.kind, address, receiver.device)
+            address = rank_addresses.receiver_address(self._hub.endpoint, self.opening.address)
+            transport = registry.make_transport_receiver(self.opening.kind, address, receiver.device)
         except OSError as error:
             self._refuse(receiver, f"{self._hub.name} has no way to its sender at {self.opening.address}: {error}")
             return
@@ -136,7 +140,7 @@ class _Incoming:
             return
         peer = self.opening.sender or self.connection.peer
         try:
-            receiver._attach(self.connection, inlet, peer, has_board=self.opening.has_board)
+            receiver._attach(self.connection, transport, peer, has_queue=self.opening.has_queue)
         except Exception as error:  # out of descriptors, memory or threads
             self._refuse(receiver, f"{self._hub.name}: {describe_rejection(error)}")
             return
@@ -149,16 +153,18 @@ class _Incoming:
 
     def _read_until_attached(self, connection: PulledConnection) -> None:
         """The receiver reads from then on, unless the tensors themselves come through the socket."""
-        while self.is_open and (self._receiver is None or not kinds.is_pulled(self.opening.kind, connection)):
+        while self.is_open and (self._receiver is None or not self._kind.is_read_by_owner(connection)):
             if connection.wait(None):
                 connection.read()
         try:
-            if self.is_open and self._receiver is not None and kinds.is_streamed(self.opening.kind):
-                self._receiver._be_attended(connection)  # as long as it is read here, nobody gives the descriptor back
+            if self.is_open and self._receiver is not None and self._kind.is_streamed:
+                self._receiver._read_in_background(
+                    connection
+                )  # as long as it is read here, nobody gives the descriptor back
         finally:
             connection.done_reading()
             if self._receiver is not None:
-                self._receiver._left_alone()
+                self._receiver._on_reader_left()
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == frames.CHANNEL_OPEN:

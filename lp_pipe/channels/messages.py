@@ -2,16 +2,16 @@
 
     sender                                   receiver
       open: channel, kind, sender's name,
-            whether it can use a board,
+            whether it can use a queue,
             where its rank listens        ──►
-                                          ◄──  open: number of credits, where the board is
+                                          ◄──  open: number of credits, where the queue is
       data: tag, layout if it is new, token,
             the transport's buffers       ──►
                                           ◄──  credit: token
       note: the transport's own          ◄──►  note: the transport's own
 
-With a board (board.py) there are no frames for credits, and data comes as frames only where it has a new layout or
-buffers; the board says when, so that it keeps its place among the others.
+With a queue (shm_queue.py) there are no frames for credits, and data comes as frames only where it has a new layout or
+buffers; the queue says when, so that it keeps its place among the others.
 Either end closes the connection with its reason; the connection's end is also how it learns that the other died.
 """
 
@@ -24,19 +24,19 @@ from lp_pipe.connections import Frame, frames
 
 _TAG = struct.Struct("<q")
 
-NUDGE = Frame(frames.CHANNEL_NOTE)  # wakes who waits for what is on the board; transports with a board have no notes
-AS_FRAME = -1  # on a board, in place of a token: the message comes as a frame
+NUDGE = Frame(frames.CHANNEL_NOTE)  # wakes who waits for what is on the queue; transports with a queue have no notes
+AS_FRAME = -1  # on a queue, in place of a token: the message comes as a frame
 
 
 class Opening(NamedTuple):
     channel: str
     kind: str
     sender: str
-    has_board: bool
+    has_queue: bool
     address: str  # where the sender's rank listens, if it makes one
 
     def frame(self) -> Frame:
-        body = json.dumps([self.kind, self.sender, self.has_board, self.address]).encode()
+        body = json.dumps([self.kind, self.sender, self.has_queue, self.address]).encode()
         return Frame(frames.CHANNEL_OPEN, name=self.channel, body=body)
 
     @staticmethod

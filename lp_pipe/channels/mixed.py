@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lp_pipe.channels.arriving import ArrivingInlet
+from lp_pipe.channels.async_receive import AsyncReceiver
+from lp_pipe.channels.base import NoRoomError, Notify, TransferError, TransportReceiver, TransportSender
 from lp_pipe.channels.packing import CPU, Layout
-from lp_pipe.channels.transport import Inlet, NoRoomError, Notify, Outlet, TransferError
 from lp_pipe.errors import Unavailable
 
 _HEADER = struct.Struct("<QQB?")  # the host's token, the GPU's, how many buffers are the GPU's, is all on the host
@@ -27,10 +27,12 @@ _FINISH, _FINISHED = b"finish", b"finished"  # other notes are of the GPU's tran
 _CLOSE_PATIENCE_S = 2.0
 
 
-class MixedOutlet(Outlet):
+class MixedSender(TransportSender):
     """can_send: whether the GPU's transport reaches this receiver; if not, all goes by the host."""
 
-    def __init__(self, host: Outlet, gpu: Outlet, can_send: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, host: TransportSender, gpu: TransportSender, can_send: Callable[[], bool] = lambda: True
+    ) -> None:
         self._host = host
         self._gpu = gpu
         self._can_send = can_send
@@ -99,10 +101,10 @@ class _Parcel(NamedTuple):
     is_all_on_host: bool
 
 
-class MixedInlet(Inlet):
+class MixedReceiver(TransportReceiver):
     """device: where the GPU's part is to be."""
 
-    def __init__(self, host: Inlet, gpu: ArrivingInlet, device: torch.device = CPU) -> None:
+    def __init__(self, host: TransportReceiver, gpu: AsyncReceiver, device: torch.device = CPU) -> None:
         self._host = host
         self._gpu = gpu
         self._device = device
@@ -115,7 +117,7 @@ class MixedInlet(Inlet):
 
     def on_note(self, note: bytes) -> None:
         if note == _FINISH:
-            self._gpu.when_all_are_here(self._say_that_all_are_here)
+            self._gpu.when_received(self._say_that_all_are_here)
         else:
             self._gpu.on_note(note)
 

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from lp_pipe.channels import gpu, libnccl
-from lp_pipe.channels.by_ranks import RankInlet, RankOutlet
-from lp_pipe.channels.mixed import MixedInlet, MixedOutlet
-from lp_pipe.channels.note_store import NoteStore
+from lp_pipe.channels.base import TransferError
+from lp_pipe.channels.channel_store import ChannelStore
+from lp_pipe.channels.mixed import MixedReceiver, MixedSender
 from lp_pipe.channels.packing import Layout
-from lp_pipe.channels.ranks import RECEIVER, SENDER, Backend
-from lp_pipe.channels.stream import StreamInlet, StreamOutlet
-from lp_pipe.channels.transport import TransferError
+from lp_pipe.channels.rank_transport import RECEIVER, SENDER, RankBackend, RankReceiver, RankSender
+from lp_pipe.channels.stream import StreamReceiver, StreamSender
 
 _HOST_ID, _HOST_ID_PREFIX = "NCCL_HOSTID", "lp_pipe-"
 
@@ -43,7 +42,7 @@ def check(device: torch.device) -> None:
         raise ValueError(f"channel kind 'nccl' needs NCCL: {missing}; install a torch that has it, or use 'auto'")
 
 
-class Nccl(Backend):
+class NcclBackend(RankBackend):
     name = "nccl"
     advice = "NCCL_SOCKET_IFNAME chooses the network, NCCL_DEBUG=INFO says what it does"
 
@@ -52,7 +51,7 @@ class Nccl(Backend):
         self.device = device
         self._stream = torch.cuda.Stream(device=device)
 
-    def connect(self, store: NoteStore, rank: int, address: str, patience: timedelta) -> "Communicator":
+    def connect(self, store: ChannelStore, rank: int, address: str, patience: timedelta) -> "Communicator":
         store.set(f"address/{rank}", address)
         store.set(f"gpu/{rank}", f"{gpu.name_of(self.device)} {os.getpid()}")
         _tell_apart(store.get("gpu/0").decode(), store.get("gpu/1").decode())
@@ -97,7 +96,7 @@ class Communicator:
         self._lock = threading.Lock()  # NCCL's functions take one thread at a time
         self._ended: str | None = None
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> gpu.Queued:
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> gpu.QueuedGpuWork:
         """tag: messages arrive in their order, which is enough.
 
         Raises:
@@ -105,7 +104,7 @@ class Communicator:
         """
         return self._queue(libnccl.send, tensors, peer)
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> gpu.Queued:
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> gpu.QueuedGpuWork:
         """As `send`."""
         return self._queue(libnccl.recv, tensors, peer)
 
@@ -114,7 +113,7 @@ class Communicator:
         self._ended = self._ended or reason
         threading.Thread(target=self._abort, name="abort nccl", daemon=True).start()
 
-    def _queue(self, do: Any, tensors: list[Tensor], peer: int) -> gpu.Queued:
+    def _queue(self, do: Any, tensors: list[Tensor], peer: int) -> gpu.QueuedGpuWork:
         (memory,) = tensors
         with self._lock:
             if self._ended is not None:
@@ -123,7 +122,7 @@ class Communicator:
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
                 do(self._handle, memory.data_ptr(), memory.numel(), peer, self._stream.cuda_stream)
                 memory.record_stream(self._stream)  # not used for anything else until the stream is done with it
-                return gpu.Queued(self._stream, self._failure)
+                return gpu.QueuedGpuWork(self._stream, self._failure)
 
     def _failure(self) -> str | None:
         with self._lock:
@@ -152,11 +151,11 @@ def _tell_apart(one: str, other: str) -> None:
             os.environ[_HOST_ID] = own + secrets.token_hex(8)
 
 
-class NcclOutlet(MixedOutlet):
+class NcclSender(MixedSender):
     def __init__(self, device: torch.device) -> None:
-        super().__init__(StreamOutlet(), RankOutlet(Nccl(device)))
+        super().__init__(StreamSender(), RankSender(NcclBackend(device)))
 
 
-class NcclInlet(MixedInlet):
+class NcclReceiver(MixedReceiver):
     def __init__(self, device: torch.device) -> None:
-        super().__init__(StreamInlet(), RankInlet(Nccl(device)), device)
+        super().__init__(StreamReceiver(), RankReceiver(NcclBackend(device)), device)

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lp_pipe.channels import attendant, packing
-from lp_pipe.channels.board import MANY_CREDITS, Board
+from lp_pipe.channels import background_reader, packing
+from lp_pipe.channels.base import TransferError, TransportReceiver
 from lp_pipe.channels.messages import AS_FRAME, NUDGE, Abort, tag_and_layout
-from lp_pipe.channels.pulling import Pulling
-from lp_pipe.channels.transport import Inlet, TransferError
+from lp_pipe.channels.reading_condition import ReadingCondition
+from lp_pipe.channels.shm_queue import MANY_CREDITS, ShmQueue
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.errors import ChannelClosed, Unavailable
 from lp_pipe.telemetry import waits
@@ -29,13 +29,13 @@ class Receiver:
         self.device = device
         self._waits_for = waits.Target()
         self._connection: Connection | None = None
-        self._inlet: Inlet | None = None
-        self._board: Board | None = None
+        self._transport: TransportReceiver | None = None
+        self._queue: ShmQueue | None = None
         self._unreturned = 0  # credits, where several go back at once
-        self._framed: deque[Frame] = deque()  # messages that the board will say are next
+        self._framed: deque[Frame] = deque()  # messages that the queue will say are next
         self._layout: _PackedLayout | None = None
         self._state = threading.Condition(threading.Lock())
-        self._pulling = Pulling(self._state)
+        self._reading = ReadingCondition(self._state)
         self._arrived: deque[_Message] = deque()
         self._abort: Abort | None = None
         self._closed_reason: str | None = None
@@ -54,10 +54,10 @@ class Receiver:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (message := self._next(tag, deadline, timeout_s)).tag < tag:
             self._drop(message)
-        assert self._inlet is not None
+        assert self._transport is not None
         try:
             layout = message.layout.value
-            return packing.unpack(layout, self._inlet.read(layout, message.parcel))
+            return packing.unpack(layout, self._transport.read(layout, message.parcel))
         except TransferError as error:
             raise ChannelClosed(f"{self._label}: {self._broken(str(error))}") from error
         finally:
@@ -70,13 +70,13 @@ class Receiver:
                 self._abort = Abort(tag, reason)
             dropped = [message for message in self._arrived if message.tag <= tag]
             self._arrived = deque(message for message in self._arrived if message.tag > tag)
-            self._pulling.wake()
+            self._reading.wake()
         for message in dropped:
             self._drop(message)
 
     def look(self) -> None:
         """Take in what has arrived, without waiting: what belongs to an aborted operation gives its credits back."""
-        self._pulling.look()
+        self._reading.look()
         with self._state:
             self._has_arrived()
 
@@ -85,16 +85,16 @@ class Receiver:
         with self._state:
             self._is_closed_here = True
             self._closed_reason = self._closed_reason or reason
-            if self._board is not None:
-                self._board.close()
+            if self._queue is not None:
+                self._queue.close()
             self._arrived.clear()
-            self._pulling.wake()
-            connection, inlet = self._connection, self._inlet
-        if connection is not None and inlet is not None:
+            self._reading.wake()
+            connection, transport = self._connection, self._transport
+        if connection is not None and transport is not None:
             connection.close(reason)
-            inlet.close(reason)
-            if self._pulling.attention is not None:
-                self._pulling.attention.end()
+            transport.close(reason)
+            if self._reading.watched is not None:
+                self._reading.watched.end()
 
     @property
     def is_open(self) -> bool:
@@ -120,17 +120,17 @@ class Receiver:
             return True
         what = f"channel {self.channel!r}, operation {tag}"
         with waits.waiting(waits.RECEIVE, self._waits_for, what, timeout_s is not None):
-            return self._pulling.wait_for(lambda: self._has_arrived() or self._end_of(tag) is not None, timeout_s)
+            return self._reading.wait_for(lambda: self._has_arrived() or self._end_of(tag) is not None, timeout_s)
 
     def _has_arrived(self) -> bool:
-        """Take in what is on the board; whether there is a message. Called with the state's lock."""
-        board = self._board
-        while board is not None and (entry := board.next()) is not None:
+        """Take in what is on the queue; whether there is a message. Called with the state's lock."""
+        queue = self._queue
+        while queue is not None and (entry := queue.next()) is not None:
             tag, token = entry
             if token == AS_FRAME and not self._framed:
                 break  # then it can be read
             message = self._message_of(self._framed.popleft()) if token == AS_FRAME else self._message(tag, token)
-            board.advance()
+            queue.advance()
             if self._is_wanted(message):
                 self._arrived.append(message)
             else:
@@ -148,24 +148,24 @@ class Receiver:
         return f"channel {self.channel!r} from {peer}"
 
     def _drop(self, message: "_Message") -> None:
-        assert self._inlet is not None
+        assert self._transport is not None
         token = message.token  # and not the message, which keeps the memory
-        self._inlet.drop(message.parcel, lambda: self._return_credit(token))
+        self._transport.drop(message.parcel, lambda: self._return_credit(token))
 
     def _return_credit(self, token: int) -> None:
         assert self._connection is not None
-        board = self._board
-        if board is not None and not board.take():
+        queue = self._queue
+        if queue is not None and not queue.take():
             return
         with contextlib.suppress(Unavailable):  # the sender has gone and needs no credit
-            if board is None:
+            if queue is None:
                 self._send_credit(token)
             else:
                 self._connection.send(NUDGE)
 
     def _send_credit(self, number: int) -> None:
-        assert self._connection is not None and self._inlet is not None
-        if not self._inlet.has_tokens:
+        assert self._connection is not None and self._transport is not None
+        if not self._transport.has_tokens:
             with self._state:
                 self._unreturned += 1
                 if self.credits >= MANY_CREDITS and self._unreturned < self.credits - self.credits // 2:
@@ -175,34 +175,34 @@ class Receiver:
 
     def _broken(self, error: str) -> str:
         """Why a transfer failed; the connection knows better."""
-        reason = self._pulling.told_soon(lambda: self._closed_reason)
+        reason = self._reading.wait_for_reason(lambda: self._closed_reason)
         if reason is None:
             self.close(error)
         return reason or error
 
-    def _attach(self, connection: Connection, inlet: Inlet, peer: str, *, has_board: bool) -> None:
+    def _attach(self, connection: Connection, transport: TransportReceiver, peer: str, *, has_queue: bool) -> None:
         """Called by the hub when both ends are there; only the credits let the sender begin."""
         announcement = b""
         with self._state:
-            self._connection, self._inlet, self._waits_for.peer = connection, inlet, peer
-            if has_board:
-                self._board, announcement = Board.make(self.credits)
-                self._pulling.bell = self._board.receiver_bell
-            self._pulling.attach(connection)
-            self._pulling.wake()
+            self._connection, self._transport, self._waits_for.peer = connection, transport, peer
+            if has_queue:
+                self._queue, announcement = ShmQueue.make(self.credits)
+                self._reading.doorbell = self._queue.receiver_doorbell
+            self._reading.attach(connection)
+            self._reading.wake()
             reason = self._closed_reason
         if reason is not None:
             connection.close(reason)
             return
-        inlet.begin(lambda note: connection.send(Frame(frames.CHANNEL_NOTE, body=note)))
+        transport.begin(lambda note: connection.send(Frame(frames.CHANNEL_NOTE, body=note)))
         with contextlib.suppress(Unavailable):  # then _on_close follows
             connection.send(Frame(frames.CHANNEL_OPEN, self.credits, body=announcement))
 
-    def _be_attended(self, connection: PulledConnection) -> None:
+    def _read_in_background(self, connection: PulledConnection) -> None:
         """While nobody waits here, another thread reads what comes; called by the one thread that reads."""
-        self._pulling.attention = attendant.shared.attend(connection, self._wake)
+        self._reading.watched = background_reader.shared.watch(connection, self._wake)
 
-    def _left_alone(self) -> None:
+    def _on_reader_left(self) -> None:
         """The thread that has read the connection so far does so no more."""
         self.look()  # who did meanwhile found the reading taken
         self._wake()
@@ -214,11 +214,11 @@ class Receiver:
 
     def _on_data(self, frame: Frame) -> None:
         with self._state:
-            has_board = self._board is not None
-            if has_board:
+            has_queue = self._queue is not None
+            if has_queue:
                 self._framed.append(frame)
                 self._state.notify_all()
-        if not has_board:
+        if not has_queue:
             self._take_in(self._message_of(frame))
 
     def _take_in(self, message: "_Message") -> None:
@@ -240,19 +240,19 @@ class Receiver:
         return self._message(tag, frame.id, frame.buffers)
 
     def _message(self, tag: int, token: int, buffers: Sequence[Any] = ()) -> "_Message":
-        assert self._inlet is not None and self._layout is not None
-        return _Message(tag, token, self._layout, self._inlet.accept(token, buffers))
+        assert self._transport is not None and self._layout is not None
+        return _Message(tag, token, self._layout, self._transport.accept(token, buffers))
 
     def _on_note(self, note: bytes) -> None:
-        assert self._inlet is not None
-        self._inlet.on_note(note)
+        assert self._transport is not None
+        self._transport.on_note(note)
 
     def _on_close(self, reason: str) -> None:
         with self._state:
             self._closed_reason = self._closed_reason or reason
             self._state.notify_all()
-        if self._inlet is not None:
-            self._inlet.end(reason)
+        if self._transport is not None:
+            self._transport.end(reason)
 
 
 class _PackedLayout:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lp_pipe.channels.base import NoRoomError, TransferError, TransportReceiver, TransportSender
 from lp_pipe.channels.packing import Layout, separate_tensors
 from lp_pipe.channels.segments import OpenSegments, Segment, Slot
-from lp_pipe.channels.transport import Inlet, NoRoomError, Outlet, TransferError
 from lp_pipe.connections.resource_limits import describe_error
 
 LEAST_LENT_BYTES = 1 << 18  # below, copying costs less than keeping count
@@ -28,7 +28,7 @@ _MIN_SLOT_BYTES = 1 << 16
 _MIN_LENT_SLOTS = 4
 
 
-class RingOutlet(Outlet):
+class RingSender(TransportSender):
     """Tokens number the slots of all segments that there ever were."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class RingOutlet(Outlet):
         return segment, token
 
 
-class RingInlet(Inlet):
+class RingReceiver(TransportReceiver):
     def __init__(self) -> None:
         self._segments = OpenSegments()
         self._failure: TransferError | None = None

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from lp_pipe import connections
-from lp_pipe.channels import kinds, meeting, transports
-from lp_pipe.channels.board import Board, is_board_supported
+from lp_pipe.channels import kinds, rank_addresses, registry
+from lp_pipe.channels.base import NoRoomError, TransferError, TransportSender
 from lp_pipe.channels.messages import AS_FRAME, NUDGE, Abort, Opening, data_frame
-from lp_pipe.channels.packer import Packer
-from lp_pipe.channels.packing import CPU, Layout
-from lp_pipe.channels.posting import Posting
-from lp_pipe.channels.pulling import Pulling
-from lp_pipe.channels.transport import NoRoomError, Outlet, TransferError
+from lp_pipe.channels.packing import CPU, Layout, Packer
+from lp_pipe.channels.queued_connection import QueuedConnection
+from lp_pipe.channels.reading_condition import ReadingCondition
+from lp_pipe.channels.shm_queue import ShmQueue, is_shm_queue_supported
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.connections.resource_limits import describe_error
 from lp_pipe.errors import ChannelClosed, Unavailable
@@ -25,11 +24,17 @@ class Sender:
     """Made by `open_sender`; any thread may use it."""
 
     def __init__(
-        self, connection: Connection, outlet: Outlet, label: str, waits_for: waits.Target, *, carries_gpu: bool
+        self,
+        connection: Connection,
+        transport: TransportSender,
+        label: str,
+        waits_for: waits.Target,
+        *,
+        carries_gpu: bool,
     ) -> None:
         self.carries_gpu = carries_gpu
         self._connection = connection
-        self._outlet = outlet
+        self._transport = transport
         self._label = label
         self._waits_for = waits_for
         self._packer = Packer(carries_gpu=carries_gpu)
@@ -38,8 +43,8 @@ class Sender:
         # lock is never held while sending: in one process the receiver's thread may be on its way to it.
         self._send_lock = threading.Lock()
         self._state = threading.Condition(threading.Lock())
-        self._pulling = Pulling(self._state)
-        self._board: Board | None = None
+        self._reading = ReadingCondition(self._state)
+        self._queue: ShmQueue | None = None
         self._total_credits = 0
         self._credits = 0  # those that frames have brought
         self._abort: Abort | None = None
@@ -60,8 +65,8 @@ class Sender:
         with self._send_lock:
             layout, tensors = self._packer.pack(value)
             header = b"" if layout is self._layout else layout.encode()
-            if self._board is not None and not self._board.is_being_read():
-                self._pulling.look()  # whether the receiver is still there: writing for nobody would not fail
+            if self._queue is not None and not self._queue.is_being_read():
+                self._reading.look()  # whether the receiver is still there: writing for nobody would not fail
             self._take_credit(tag)
             self._layout = layout
             self._send(tag, layout, header, tensors)
@@ -71,40 +76,40 @@ class Sender:
         with self._state:
             if self._abort is None or tag >= self._abort.tag:
                 self._abort = Abort(tag, reason)
-            self._pulling.wake()
+            self._reading.wake()
 
     def close(self, reason: str = "closed") -> None:
         """Close the channel; the receiver still gets what was sent, and then the reason."""
         with self._state:  # before closing, or the peer's answer to that is taken for its death
             self._closed_reason = self._closed_reason or reason
-            self._pulling.wake()
-        self._outlet.finish()
+            self._reading.wake()
+        self._transport.finish()
         self._connection.close(reason)
-        self._outlet.close(reason)
+        self._transport.close(reason)
 
-    def _begin(self, kind: str) -> None:
-        carrier = self._connection.inner if isinstance(self._connection, Posting) else self._connection
-        if not isinstance(carrier, PulledConnection) or not kinds.is_pulled(kind, carrier):
+    def _begin(self, kind: kinds.ChannelKind) -> None:
+        carrier = self._connection.inner if isinstance(self._connection, QueuedConnection) else self._connection
+        if not isinstance(carrier, PulledConnection) or not kind.is_read_by_owner(carrier):
             self._connection.start(self._on_frame, self._on_close)
             return
         carrier.make_interruptible()
-        attach = self._connection.attach if isinstance(self._connection, Posting) else carrier.attach
+        attach = self._connection.attach if isinstance(self._connection, QueuedConnection) else carrier.attach
         attach(self._on_frame, self._on_close)
-        self._pulling.attach(carrier)
+        self._reading.attach(carrier)
 
     def _send(self, tag: int, layout: Layout, header: bytes, tensors: list[Tensor]) -> None:
         try:
-            token, buffers = self._outlet.write(layout, tensors, self._total_credits)
-            if self._board is None:
+            token, buffers = self._transport.write(layout, tensors, self._total_credits)
+            if self._queue is None:
                 self._connection.send(data_frame(tag, header, token, buffers))
                 return
             if header or buffers:
                 self._connection.send(data_frame(tag, header, token, buffers))
                 token = AS_FRAME
-            if self._board.publish(tag, token):
+            if self._queue.publish(tag, token):
                 self._connection.send(NUDGE)
         except NoRoomError as error:
-            self._never_sent()
+            self._undo_send()
             raise NoRoomError(error.errno, f"{self._label}: {error.strerror}") from error
         except (Unavailable, TransferError) as error:
             raise self._closed(self._broken(str(error))) from error
@@ -116,7 +121,7 @@ class Sender:
         with self._state:
             if not self._has_credit() and self._end_of(tag) is None:
                 with waits.waiting(waits.SEND, self._waits_for, f"{self._label}, operation {tag}"):
-                    self._pulling.wait_for(lambda: self._has_credit() or self._end_of(tag) is not None)
+                    self._reading.wait_for(lambda: self._has_credit() or self._end_of(tag) is not None)
             reason = self._end_of(tag)
             if reason is not None:
                 raise self._closed(reason)
@@ -124,13 +129,13 @@ class Sender:
 
     def _broken(self, error: str) -> str:
         """Why something could not be sent; the peer may have said so."""
-        self._pulling.look()
-        reason = self._pulling.told_soon(lambda: self._closed_reason)
+        self._reading.look()
+        reason = self._reading.wait_for_reason(lambda: self._closed_reason)
         if reason is None:
             self.close(error)
         return reason or error
 
-    def _never_sent(self) -> None:
+    def _undo_send(self) -> None:
         """The receiver has heard nothing: neither of a layout nor of a message that took a credit."""
         self._layout = None
         with self._state:
@@ -138,7 +143,7 @@ class Sender:
             self._state.notify_all()
 
     def _has_credit(self) -> bool:
-        returned = self._board.taken if self._board is not None else 0
+        returned = self._queue.taken if self._queue is not None else 0
         return self._credits + returned > 0
 
     def _end_of(self, tag: int) -> str | None:
@@ -151,35 +156,35 @@ class Sender:
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == frames.CHANNEL_NOTE:
-            self._outlet.on_note(bytes(frame.body))
+            self._transport.on_note(bytes(frame.body))
             return
         is_grant = frame.kind == frames.CHANNEL_OPEN
         if is_grant:
-            if frame.body and not self._open_board(bytes(frame.body)):
+            if frame.body and not self._open_queue(bytes(frame.body)):
                 return
-            self._outlet.begin(lambda note: self._connection.send(Frame(frames.CHANNEL_NOTE, body=note)))
+            self._transport.begin(lambda note: self._connection.send(Frame(frames.CHANNEL_NOTE, body=note)))
         else:
-            self._outlet.release(frame.id)
+            self._transport.release(frame.id)
         with self._state:
             if is_grant:
                 self._total_credits = frame.id
-            self._credits += frame.id if is_grant or not self._outlet.has_tokens else 1
+            self._credits += frame.id if is_grant or not self._transport.has_tokens else 1
             self._state.notify_all()
 
-    def _open_board(self, announced: bytes) -> bool:
+    def _open_queue(self, announced: bytes) -> bool:
         try:
-            self._board = Board.open(announced)
+            self._queue = ShmQueue.open(announced)
         except OSError as error:
             self._connection.close(f"the sender cannot open the receiver's memory: {describe_error(error)}")
             return False
-        self._pulling.bell = self._board.sender_bell
+        self._reading.doorbell = self._queue.sender_doorbell
         return True
 
     def _on_close(self, reason: str) -> None:
         with self._state:
             self._closed_reason = self._closed_reason or reason
-            self._pulling.wake()
-        self._outlet.close(reason)
+            self._reading.wake()
+        self._transport.close(reason)
 
 
 def open_sender(
@@ -187,8 +192,7 @@ def open_sender(
 ) -> Sender:
     """Connect to the hub at `endpoint`; its receiver may be made before or after.
 
-    kind: "auto", "inproc" (by reference), "shm" (one host), "gloo" (plain, also between hosts), "nccl" (likewise,
-    between GPUs), "grpc" (the hub listens at such an endpoint) or "stream" (through the connection, whatever it is).
+    kind: "auto" or one that fits the hub's endpoint (kinds.py).
     name, peer: labels of this node and of the hub's ("stages/1"), for messages at both ends.
     device: where the sent tensors are.
 
@@ -196,22 +200,22 @@ def open_sender(
         ValueError: this kind does not fit the endpoint, or the device.
         Unavailable: nobody listens there.
     """
-    kind = kinds.choose(kind, endpoint, is_on_gpu=device.type == "cuda")
+    chosen = kinds.choose(kind, endpoint, is_on_gpu=device.type == "cuda")
     where = endpoint.partition("#")[0]  # without the token
     label = f"channel {channel!r} to {peer or where}"
     try:
-        address = meeting.senders_address(endpoint)
-        outlet = transports.make_outlet(kind, address, device)
-        carrier = connections.connect(kinds.way(kind, endpoint))
-        connection = Posting(carrier) if kinds.is_posted(kind) else carrier
+        address = rank_addresses.sender_address(endpoint)
+        transport = registry.make_transport_sender(chosen.name, address, device)
+        carrier = connections.connect(chosen.sender_endpoint(endpoint))
+        connection = QueuedConnection(carrier) if chosen.is_sent_by_thread else carrier
         target = waits.Target(where, peer=peer)
-        sender = Sender(connection, outlet, label, target, carries_gpu=kinds.carries_gpu(kind))
+        sender = Sender(connection, transport, label, target, carries_gpu=chosen.carries_gpu)
     except OSError as error:  # Unavailable is one, too
         raise Unavailable(f"{label}: {describe_error(error)}") from error
-    has_board = is_board_supported and kind == "shm" and isinstance(carrier, PulledConnection)
+    has_queue = is_shm_queue_supported and chosen.has_shm_queue and isinstance(carrier, PulledConnection)
     try:
-        sender._begin(kind)
-        connection.send(Opening(channel, kind, name, has_board, address).frame())
+        sender._begin(chosen)
+        connection.send(Opening(channel, chosen.name, name, has_queue, address).frame())
     except BaseException as error:  # also out of descriptors or threads
         why = sender._broken(str(error)) if isinstance(error, Unavailable) else describe_error(error)
         sender.close(why)

@@ -6,25 +6,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lp_pipe.channels.base import TransportReceiver, TransportSender
+from lp_pipe.channels.buffer_pool import BufferPool
 from lp_pipe.channels.packing import Layout, TensorSpec, empty_tensor, tensor_over
-from lp_pipe.channels.recycler import Recycler
-from lp_pipe.channels.transport import Inlet, Outlet
 
 
-class StreamOutlet(Outlet):
-    """The buffers are copies: they are sent later, when the tensors may have changed (see posting.py)."""
+class StreamSender(TransportSender):
+    """The buffers are copies: they are sent later, when the tensors may have changed (see queued_connection.py)."""
 
     has_tokens = False
 
     def __init__(self) -> None:
-        self._memory = Recycler()
+        self._memory = BufferPool()
 
     def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
         pairs = zip(layout.tensor_specs, tensors, strict=True)
         return 0, [_bytes_of(self._memory.empty(spec).copy_(tensor)) for spec, tensor in pairs if spec.size_bytes]
 
 
-class StreamInlet(Inlet):
+class StreamReceiver(TransportReceiver):
     has_tokens = False
 
     def accept(self, token: int, buffers: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The interfaces of objects that can be parts of a checkpoint."""
+"""What may be a part of a checkpoint."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -7,62 +7,62 @@ from typing import Any, Protocol, TypeGuard
 
 
 class Stateful(Protocol):
-    """A part with a state: an object in this node, or a client of a CourierNode with these methods."""
+    """A part: an object of the node itself, or a client of a CourierNode with these methods."""
 
     def state_dict(self) -> Any:
-        """Return the state; anything that can be pickled."""
+        """Anything picklable."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue from `state`."""
+        """Go on from there."""
 
 
 class SavesItself(Protocol):
     """A part that writes a folder of its own, as pipelines do."""
 
     def save_async(self, path: Path) -> "Future[list[str]] | Future[None]":
-        """Copy the state in memory and return a future of its write, which ends once the state is written.
+        """Copy the state in memory, then write it while others go on; done once it is written.
 
-        If the future's result is a list of file names, the checkpoint checks that these files exist.
+        Whoever says the names of the files has them looked for, before they count as a part of a checkpoint.
         """
 
     def load(self, path: Path) -> None:
-        """Continue from the state in `path`."""
+        """Go on from there."""
 
 
 class Trainable(Protocol):
-    """The methods of a pipeline that `Checkpoints.steps` needs."""
+    """A pipeline, as far as `Checkpoints.steps` is concerned."""
 
     def current_step(self) -> int:
-        """Return how many steps are done."""
+        """How many steps are done."""
 
     def steps(self, n: int) -> Iterator[Any]:
-        """Yield the results of the next n steps."""
+        """So many more."""
 
     def skip_step(self, why: str) -> Any:
-        """Return a result for the next step, without computing its batch or its update."""
+        """The next one's result, without its batch and its update."""
 
     def recover(self) -> None:
-        """Wait until all of the pipeline's nodes are up, and connect to them."""
+        """Wait until all its nodes are up, and join them."""
 
 
-class MirrorsItself(Protocol):
+class Mirrors(Protocol):
     """A part that can keep its last states in the memory of several processes, as pipelines do."""
 
     def mirror(self) -> int:
-        """Copy the state in memory and return its step."""
+        """Copy the state in memory; returns which one it is."""
 
     def mirrored_steps(self) -> list[int]:
-        """Return the steps whose state can be restored."""
+        """Those that could be gone back to."""
 
     def go_back(self, step: int) -> None:
-        """Restore the state of one of these steps."""
+        """Go on from one of them."""
 
 
 def saves_itself(part: Any) -> TypeGuard[SavesItself]:
-    """Return whether the part is SavesItself. Looks at its class, because a client has every attribute."""
+    """Asked of the class: a client has any method that it is asked for."""
     return callable(getattr(type(part), "save_async", None))
 
 
-def mirrors_itself(part: Any) -> TypeGuard[MirrorsItself]:
-    """Return whether the part is MirrorsItself; see `saves_itself`."""
+def mirrors_itself(part: Any) -> TypeGuard[Mirrors]:
+    """As `saves_itself`."""
     return callable(getattr(type(part), "mirror", None))

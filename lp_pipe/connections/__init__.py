@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from types import ModuleType
 
-from lp_pipe.connections import inproc, run_endpoints, same_host, tcp_endpoint, unix
+from lp_pipe.connections import inproc, run_endpoints, same_host, tcp_carriers, tcp_endpoint, unix
 from lp_pipe.connections.base import Connection as Connection
 from lp_pipe.connections.base import Listener as Listener
 from lp_pipe.connections.base import OnConnection
@@ -71,14 +71,8 @@ def is_here(endpoint: str) -> bool:
 
 def _carrier(endpoint: str) -> ModuleType:
     scheme = _scheme(endpoint)
-    if scheme == tcp_endpoint.TLS:
-        from lp_pipe.connections import tls  # most processes do not need it
-
-        return tls
-    if scheme in tcp_endpoint.GRPC_SCHEMES:
-        from lp_pipe.connections import grpc_stream  # grpc is slow to import, and must not be imported before a fork
-
-        return grpc_stream
+    if scheme in tcp_endpoint.SCHEMES:
+        return tcp_carriers.carrier_of(endpoint)
     if scheme not in _CARRIERS:
         known = ", ".join([*_CARRIERS, *tcp_endpoint.SCHEMES])
         raise Unavailable(f"cannot connect to {endpoint!r}: its scheme must be one of {known}")

@@ -1,6 +1,7 @@
 """Endpoints of servers of a run on several hosts: by unix socket from their own host, by mTLS from the others.
 
     name:RUN/ADDRESS                                a server of the run, wherever it is right now
+    name:RUN/ADDRESS?SCHEME                         to listen there, reached from other hosts by this scheme
     hosts:RUN|HOST|unix:PATH|tls:NAME:PORT          what its process has registered: the host, and both endpoints
 
 A server's port is unknown before it is bound, and changes when the server restarts. So clients hold names. To connect,
@@ -13,10 +14,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lp_pipe.connections import unix
+from lp_pipe.connections import tcp_carriers, unix
 from lp_pipe.connections.base import Connection, Listener, OnConnection
 from lp_pipe.connections.credentials import Credentials
-from lp_pipe.connections.tcp_endpoint import TLS
 from lp_pipe.connections.tcp_liveness import is_unreachable
 from lp_pipe.errors import Unauthenticated, Unavailable
 
@@ -31,8 +31,8 @@ class RunMember:
 
     host: the same for processes that reach each other by unix sockets.
     find: returns where a server is right now, by address.
-    socket_dir, reached_at: where its servers listen, for its own host and for the others ("NAME" or "NAME@BIND"); ""
-        for the launcher, which has none.
+    socket_dir, reached_at: where its servers listen, for its own host and for the others ("tls:NAME", "grpcs:NAME" or
+        "tls:NAME@BIND"); "" for the launcher, which has none.
     silence_s: the silence after which connections to other hosts end.
     """
 
@@ -51,7 +51,7 @@ class HostEndpoint(NamedTuple):
     run: str
     host: str
     unix_endpoint: str
-    tls_endpoint: str
+    far_endpoint: str
 
     @classmethod
     def of(cls, endpoint: str) -> "HostEndpoint":
@@ -79,6 +79,11 @@ def leave(run: str) -> None:
 
 def name_of(run: str, address: str) -> str:
     return f"{NAME}{run}/{address}"
+
+
+def reached_by(name: str, scheme: str) -> str:
+    """Return where to listen for a server that other hosts reach by `scheme`, whatever the run's transport is."""
+    return f"{name}?{scheme}"
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -123,7 +128,7 @@ def listen_address(run: str) -> str:
     the run.
     """
     reached_at = _members[run].reached_at if run in _members else ""
-    name, _, bind = reached_at.partition("@")
+    name, _, bind = reached_at.partition(":")[2].partition("@")
     return (bind or name).strip("[]")
 
 
@@ -137,26 +142,27 @@ def server_name(endpoint: str) -> str:
 
 class RunListener(Listener):
     def __init__(self, name: str, on_connection: OnConnection) -> None:
-        from lp_pipe.connections import tls  # most processes do not need it
-
+        name, _, scheme = name.partition("?")
         run, address = split_name(name)
         member = _member(run)
         self.endpoint = name  # clients use it, too; see `endpoint_to_register`
         self._unix_listener = unix.listen(f"{unix.SCHEME}{member.socket_dir}/{address}", on_connection)
         try:
-            where = f"{TLS}{member.reached_at}:0"
-            self._tls_listener = tls.listen(where, on_connection, member.credentials, member.silence_s)
+            usual, colon, reached_at = member.reached_at.partition(":")
+            where = f"{scheme or usual + colon}{reached_at}:0"
+            carrier = tcp_carriers.carrier_of(where)
+            self._far_listener: Listener = carrier.listen(where, on_connection, member.credentials, member.silence_s)
         except BaseException:
             self._unix_listener.close()
             raise
-        self.host_endpoint = HostEndpoint(run, member.host, self._unix_listener.endpoint, self._tls_listener.endpoint)
+        self.host_endpoint = HostEndpoint(run, member.host, self._unix_listener.endpoint, self._far_listener.endpoint)
         _listeners[name] = self
 
     def close(self, reason: str = "closed") -> None:
         if _listeners.get(self.endpoint) is self:
             del _listeners[self.endpoint]
         self._unix_listener.close(reason)
-        self._tls_listener.close(reason)
+        self._far_listener.close(reason)
 
 
 def listen(endpoint: str, on_connection: OnConnection) -> Listener:
@@ -181,10 +187,12 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
     member = _member(host_endpoint.run)
     if host_endpoint.host == member.host:
         return unix.connect(host_endpoint.unix_endpoint, idle_timeout_s)
-    from lp_pipe.connections import tls
-
+    far_endpoint = host_endpoint.far_endpoint
     try:
-        return tls.connect(host_endpoint.tls_endpoint, idle_timeout_s, member.credentials, member.silence_s)
+        found: Connection = tcp_carriers.carrier_of(far_endpoint).connect(
+            far_endpoint, idle_timeout_s, member.credentials, member.silence_s
+        )
+        return found
     except Unavailable as error:
         if is_unreachable(error.__cause__):  # both hosts reach the launcher, so each looks healthy
             raise Unavailable(_unreachable_message(member.host, host_endpoint, str(error.__cause__))) from error
@@ -193,7 +201,7 @@ def connect(endpoint: str, idle_timeout_s: float | None = None) -> Connection:
 
 def _unreachable_message(host: str, host_endpoint: HostEndpoint, why: str) -> str:
     ends = [f"host {_named(one)}" if "/" in one else one for one in (host, host_endpoint.host)]
-    where = host_endpoint.tls_endpoint.removeprefix(TLS)
+    where = host_endpoint.far_endpoint.partition(":")[2]
     return f"{ends[0]} does not reach {ends[1]} at {where} ({why}): a firewall? --interface chooses another network"
 
 

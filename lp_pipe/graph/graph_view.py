@@ -126,7 +126,7 @@ def _as_dict(node: NodeView) -> dict[str, Any]:
 def _chosen(edge: Edge, mode: str) -> Edge:
     if not edge.channel or mode == "multi_host":  # there it depends on the hosts: `lp_pipe launch --dry-run` says
         return edge
-    return dataclasses.replace(edge, channel=kinds.choice(edge.channel, same_process=mode == "thread"))
+    return dataclasses.replace(edge, channel=kinds.preview(edge.channel, same_process=mode == "thread"))
 
 
 def count(number: int, noun: str) -> str:

@@ -5,10 +5,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lp_pipe.channels.kinds import PLAIN_KINDS
+from lp_pipe.channels import kinds
 from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.launch.engines import Engine, HostOffer, Invitation
-from lp_pipe.launch.hosts.edges import check_channels, host_of
+from lp_pipe.launch.hosts.edges import check_channels, check_channels_of_one_host, host_of
 from lp_pipe.launch.hosts.gathered import MultiHostOptions, gather
 from lp_pipe.launch.hosts.gathering import Patience
 from lp_pipe.launch.hosts.source_tree import SourceTree
@@ -33,6 +33,7 @@ def planned(
     engine_options: Mapping[str, str] | None = None,
     listen: str = "",
     interface: str = "",
+    transport: str = "auto",
     join_timeout: float = 60.0,
     host_timeout: float = 7.0,
     sync: str | os.PathLike[str] | None = None,
@@ -46,6 +47,8 @@ def planned(
     Raises: as `launch`.
     """
     plan = make_plan(program, folder, 0.0)
+    if mode != "multi_host":
+        check_channels_of_one_host(plan.edges)
     if mode == "thread":
         return [f"{len(plan.nodes)} nodes as threads of this process", *_edges(plan, {})]
     serialize_nodes(plan)
@@ -56,19 +59,19 @@ def planned(
         return [*_nodes(places), *_edges(plan, places)]
     tree = [] if sync is None else _sources(SourceTree.of(sync))
     known = named_engine(engine, hosts, engine_options or {})
-    preview = known.preview(
-        Invitation([f"{listen.partition('@')[0] or 'LAUNCHER'}:0"], b"", f"{program.name}/agents", interface)
-    )
+    options = MultiHostOptions(known, listen, interface, Patience(join_timeout, host_timeout), transport=transport)
+    launcher = f"{listen.partition('@')[0] or 'LAUNCHER'}:0"
+    preview = known.preview(Invitation([launcher], b"", f"{program.name}/agents", interface, options.carrier))
     if preview is not None:
         promised = {offer.name: _promised(offer) for offer in known.hosts()}
         nodes, remark = _without_labels(plan.nodes)
         places = place_on_hosts(nodes, promised)
-        check_channels(plan.edges, places)
-        return [*_nodes(places), *remark, *_edges(plan, places), *tree, *_KNOWN_AT_THE_START, *preview.splitlines()]
-    options = MultiHostOptions(known, listen, interface, Patience(join_timeout, host_timeout))
+        check_channels(plan.edges, places, options.carrier)
+        edges = _edges(plan, places, options.carrier)
+        return [*_nodes(places), *remark, *edges, *tree, *_KNOWN_AT_THE_START, *preview.splitlines()]
     gathered = gather(plan, options, generate_credentials())
     gathered.gathering.close(patience_s=3.0)
-    return [*_nodes(gathered.places), *_edges(plan, gathered.places), *tree]
+    return [*_nodes(gathered.places), *_edges(plan, gathered.places, options.carrier), *tree]
 
 
 def _promised(offer: HostOffer) -> Hardware:
@@ -100,15 +103,15 @@ def _nodes(places: Mapping[str, HostPlacement]) -> Iterator[str]:
         yield f"{node_id:<{width}}  {found.host}{gpus}{cpus}"
 
 
-def _edges(plan: LaunchPlan, places: Mapping[str, HostPlacement]) -> Iterator[str]:
+def _edges(plan: LaunchPlan, places: Mapping[str, HostPlacement], transport: str = "tls") -> Iterator[str]:
     for edge in plan.edges:
-        what = f"channel {_channel(edge.channel, edge.user, edge.server, places)}" if edge.channel else "calls"
-        yield f"{edge.user} -> {edge.server}  {what}"
+        kind = _channel(edge.channel, edge.user, edge.server, places, transport) if edge.channel else ""
+        yield f"{edge.user} -> {edge.server}  {f'channel {kind}' if kind else 'calls'}"
 
 
-def _channel(kind: str, source: str, target: str, places: Mapping[str, HostPlacement]) -> str:
+def _channel(kind: str, source: str, target: str, places: Mapping[str, HostPlacement], transport: str) -> str:
     is_near = host_of(source, places) == host_of(target, places)
     if kind == "auto":
         near = "shm" if places else "inproc"
-        return near if is_near else "grpc"
-    return kind if is_near or kind not in PLAIN_KINDS else f"{kind} (not encrypted)"
+        return near if is_near else transport
+    return kind if is_near or kinds.named(kind).is_encrypted else f"{kind} (not encrypted)"

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -81,6 +82,7 @@ def launch_elastic(
     engine_options: Mapping[str, str] | None = None,
     listen: str = "",
     interface: str = "",
+    transport: str = "auto",
     sync: str | os.PathLike[str] | None = None,
     join_timeout: float = 60.0,
     host_timeout: float = 7.0,
@@ -108,13 +110,13 @@ def launch_elastic(
     known = named_engine(engine, hosts, engine_options or {})
     folder = make_run_dir(make_program(count.most).name, run_dir)  # also: what it raises, it raises here
     patience, credentials = Patience(join_timeout, host_timeout), generate_credentials()
+    host_options = MultiHostOptions(known, listen, interface, patience, transport=transport)
     tree = None if sync is None else TreeStore().kept(SourceTree.of(sync))
-    standing = StandingGathering(known, credentials, listen, interface, patience)
+    standing = StandingGathering(known, credentials, listen, interface, patience, host_options.carrier)
 
     def start(program: Program, agents: Mapping[str, Any], used: int) -> Run:
         kept = Kept(standing, credentials, agents, used)
-        host_options = MultiHostOptions(known, listen, interface, patience, tree, kept)
-        return start_run(program, "multi_host", host_options, folder, options)
+        return start_run(program, "multi_host", replace(host_options, tree=tree, kept=kept), folder, options)
 
     standing.open(str(RunFolder(folder).agents), needs_torch="torch" in sys.modules)
     try:

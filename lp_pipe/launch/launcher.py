@@ -16,6 +16,7 @@ from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.engines import Engine, make_engine
 from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.host import Host
+from lp_pipe.launch.hosts.edges import check_channels_of_one_host
 from lp_pipe.launch.plan.launch_plan import LaunchPlan, make_plan, serialize_nodes
 from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.report import print_reports
@@ -89,6 +90,7 @@ def launch(
     engine_options: Mapping[str, str] | None = None,
     listen: str = "",
     interface: str = "",
+    transport: str = "auto",
     join_timeout: float = 60.0,
     host_timeout: float = 7.0,
     sync: str | os.PathLike[str] | None = None,
@@ -117,6 +119,8 @@ def launch(
         "h1,h2:gpus=4", a list of such, or a file (local, slurm, ray: or how many); and its own options.
     listen: the address (or "NAME@ADDRESS") by which the hosts reach this one; default: found out.
     interface: of every host, by name or address, by which the others reach it; default: that towards the launcher.
+    transport: what carries all traffic between hosts, "tls" (TLS 1.3 sockets, also "auto") or "grpc" (gRPC streams with
+        mTLS, for networks that let only HTTP/2 pass). It is encrypted and authenticated in both cases.
     sync: a folder of sources that every host gets; what it has already is not sent again. Nodes whose launcher's folder
         or import path is inside find it in the copy, and modules in it are imported there; others travel by value.
     join_timeout: seconds for all hosts to join. host_timeout: a host that is silent for so long counts as lost, to
@@ -137,11 +141,14 @@ def launch(
         raise ValueError(f"unknown launch mode {mode!r}; known modes: {', '.join(MODES)}")
     options = RunOptions(grace, metrics_sinks, listed, hang_after, setup)
     host_options = None
-    if mode != "multi_host" and (hosts or engine_options or listen or interface or sync or engine != "local"):
-        raise ValueError(f"mode={mode!r} has one host; engine, hosts, listen, interface and sync are for 'multi_host'")
+    is_for_hosts = hosts or engine_options or listen or interface or sync or engine != "local" or transport != "auto"
+    if mode != "multi_host" and is_for_hosts:
+        raise ValueError(
+            f"mode={mode!r} has one host; engine, hosts, listen, interface, transport and sync are for 'multi_host'"
+        )
     if mode == "multi_host":
         found = named_engine(engine, hosts, engine_options or {})
-        host_options = _host_options(found, listen, interface, join_timeout, host_timeout, sync)
+        host_options = _host_options(found, listen, interface, transport, join_timeout, host_timeout, sync)
     if serialize_py_nodes:
         serialize_nodes(make_plan(program, Path(), grace))
     with _naming_shortage(program):
@@ -167,6 +174,8 @@ def start_run(
     killing = next((spec for spec in plan.nodes if spec.on_hang != "report"), None)
     if killing is not None and options.hang_after is None:
         raise ValueError(f"group {killing.label!r} has on_hang={killing.on_hang!r}, which needs hang_after, got None")
+    if mode != "multi_host":
+        check_channels_of_one_host(plan.edges)
     metrics = MetricsLog(plan.folder.metrics, options.metrics_sinks)
     host, coordinator = MODES[mode](plan, metrics, host_options)
     is_listed = mode != "thread" if options.listed is None else options.listed
@@ -216,6 +225,7 @@ def _host_options(
     engine: Engine,
     listen: str,
     interface: str,
+    transport: str,
     join_timeout: float,
     host_timeout: float,
     sync: str | os.PathLike[str] | None,
@@ -225,4 +235,4 @@ def _host_options(
     from lp_pipe.launch.hosts.source_tree import SourceTree
 
     tree = None if sync is None else SourceTree.of(sync)
-    return MultiHostOptions(engine, listen, interface, Patience(join_timeout, host_timeout), tree)
+    return MultiHostOptions(engine, listen, interface, Patience(join_timeout, host_timeout), tree, transport=transport)

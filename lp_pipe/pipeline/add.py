@@ -68,8 +68,9 @@ def add_pipeline(
     replicas: processes that share a worker's micro-batches (j runs on replica j mod r) and sum their gradients in rank
         order; one number, or one per worker. BatchNorm statistics are those of replica 0's micro-batches.
     channel: how tensors travel between workers: "auto" takes what is fastest, "inproc" in thread mode and "shm" between
-        processes of one host; "grpc"; "gloo" (torch.distributed); "nccl" (between GPUs). One that does not fit the
-        mode fails the workers' start.
+        processes of one host, the run's transport between hosts; "tls" (between hosts); "grpc"; "gloo"
+        (torch.distributed); "nccl" (between GPUs). One that does not fit the mode is refused by `launch`, or fails the
+        workers' start.
     device: where stages compute: "cpu", "cuda", "cuda:1", a torch.device, or one per worker; "auto": a GPU where the
         node sees one.
     recompute: layers that keep only their inputs until their backward, where they run again: "none", "full" (each stage
@@ -173,8 +174,8 @@ def _check(
         raise PipelineError(f"stages={stages!r}: give a whole number (int), a list of cut points, or a plan")
     if inputs is not None and not isinstance(inputs, Handle):
         raise PipelineError(f"inputs={inputs!r}: give the handle of a feeder, program.add_node(lp.CourierNode(Feeder))")
-    if not isinstance(channel, str) or channel not in kinds.KINDS:
-        raise PipelineError(f"channel={channel!r}: known are {', '.join(kinds.KINDS)}")
+    if not isinstance(channel, str) or channel not in kinds.NAMES:
+        raise PipelineError(f"channel={channel!r}: known are {', '.join(kinds.NAMES)}")
     if not is_count(microbatches):
         raise PipelineError(f"microbatches={microbatches!r}: give a whole number (int) of at least 1")
     if clip_grad_norm is not None and not (isinstance(clip_grad_norm, float) and clip_grad_norm > 0):

@@ -1,4 +1,4 @@
-"""Destinations of the lines that nodes print: a file per node, and the launcher's streams, with labels."""
+"""The destinations of the lines that nodes print: a file per node, and the launcher's streams, with labels."""
 
 import contextlib
 import errno
@@ -10,22 +10,23 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from lp_pipe.telemetry.appended_file import AppendedFile
 from lp_pipe.telemetry.console import console
 from lp_pipe.telemetry.file_names import log_names, node_of_log
-from lp_pipe.telemetry.file_writing import AppendOnlyFile, write_atomically
 from lp_pipe.telemetry.run_folder import RunFolder
 from lp_pipe.telemetry.terminal_lines import Unfinished
+from lp_pipe.telemetry.whole_file import write_whole
 
 _log = logging.getLogger(__name__)
 
 
 class LogOutput(Protocol):
-    """A destination for the nodes' lines. `write` blocks while it is full."""
+    """What takes the nodes' lines; `write` blocks while it cannot take more."""
 
     def write(self, node_id: str, is_stderr: bool, lines: list[bytes]) -> None: ...
 
     def show(self, node_id: str, is_stderr: bool, unfinished: Unfinished) -> None:
-        """Take a line that has not ended. Each call repeats the whole line, until `write` gets the finished one."""
+        """Take what has no end yet, whole each time, until `write` brings its end."""
 
     def flush(self) -> None: ...
 
@@ -33,8 +34,8 @@ class LogOutput(Protocol):
 
 
 @runtime_checkable
-class NodeOutputStream(Protocol):
-    """A replacement for sys.stdout or sys.stderr that is told which node printed each line."""
+class NodeStream(Protocol):
+    """A stand-in for sys.stdout or sys.stderr that wants to know which node printed a line."""
 
     def node_lines(self, node_id: str, lines: list[str]) -> None: ...
 
@@ -42,17 +43,17 @@ class NodeOutputStream(Protocol):
 
 
 class LogFiles:
-    """A log file for each of the nodes `node_ids`; only one thread may write.
+    """A file for each of the nodes `node_ids`; one thread writes.
 
-    A label that is not a valid file name, or differs from another label only in case, is replaced by a hash in the
-    file's name. An index in the run's folder then maps file names to nodes.
+    A label that is no name of a file, or differs from another one only in upper and lower case, is shortened with a
+    hash: then an index in the run's folder says whose each is.
     """
 
     def __init__(self, run_folder: RunFolder, node_ids: Iterable[str]) -> None:
         self._folder = run_folder.logs
         self._names = log_names(node_ids)
-        self._files: dict[str, AppendOnlyFile] = {}
-        self._begun: dict[str, tuple[bool, bytes]] = {}  # by node: is_stderr and text of a written line without end
+        self._files: dict[str, AppendedFile] = {}
+        self._begun: dict[str, tuple[bool, bytes]] = {}  # by node: stream and text of a line without its end
         self._is_whole = True
         self._folder.mkdir(parents=True, exist_ok=True)
         _write_index(run_folder, self._names)
@@ -66,7 +67,7 @@ class LogFiles:
         self._begun.pop(node_id, None)
         texts = [line.decode(errors="replace") for line in lines]
         target = sys.stderr if is_stderr else sys.stdout
-        if isinstance(target, NodeOutputStream):
+        if isinstance(target, NodeStream):
             target.node_lines(node_id, texts)
         else:
             console.write(node_id, is_stderr, texts)
@@ -76,13 +77,13 @@ class LogFiles:
             self._keep(node_id, is_stderr, unfinished.text)
             self._begun[node_id] = is_stderr, unfinished.text
         target = sys.stderr if is_stderr else sys.stdout
-        if isinstance(target, NodeOutputStream):
+        if isinstance(target, NodeStream):
             target.node_unfinished(node_id, unfinished)
         else:
             console.show(node_id, is_stderr, unfinished.text.decode(errors="replace"), unfinished.is_settled)
 
     def _keep(self, node_id: str, is_stderr: bool, text: bytes) -> None:
-        """Append to the node's file; of a line whose beginning is there, only the rest."""
+        """Append to the node's file, behind what it has of the same line."""
         was_stderr, begun = self._begun.get(node_id, (is_stderr, b""))
         if begun:
             is_same = was_stderr == is_stderr and text.startswith(begun)
@@ -90,15 +91,15 @@ class LogFiles:
         try:
             self._append(node_id, text)
         except OSError as error:  # the disk is full, the folder was removed
-            # An exception here would end the log thread, and every node would block on its full pipe.
+            # An end here would block every node.
             if self._is_whole:
-                _log.warning("log files in %s are incomplete from now on: %s", self._folder, error)
+                _log.warning("not all that the nodes print is in %s any more: %s", self._folder, error)
             self._is_whole = False
 
     def _append(self, node_id: str, data: bytes) -> None:
         file = self._files.get(node_id)
         if file is None:
-            file = self._files[node_id] = AppendOnlyFile(self.path(node_id))
+            file = self._files[node_id] = AppendedFile(self.path(node_id))
         if file.opened().write(data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path(node_id)))
 
@@ -111,9 +112,9 @@ class LogFiles:
 
 
 def _write_index(folder: RunFolder, names: Mapping[str, str]) -> None:
-    """Add the files whose name does not tell their node to the folder's index; entries of an earlier run stay."""
+    """Write whose the files are whose names do not say it; also of those that an earlier run has left here."""
     unclear = {name: node_id for node_id, name in names.items() if node_of_log(name) != node_id}
     if unclear:
-        with contextlib.suppress(OSError):  # the run goes on without the index, as without log lines
+        with contextlib.suppress(OSError):  # as for the lines themselves: the run goes on
             index = {**folder.node_ids_of_logs(), **unclear}
-            write_atomically(folder.log_index, json.dumps(index, indent=1) + "\n")
+            write_whole(folder.log_index, json.dumps(index, indent=1) + "\n")

@@ -1,7 +1,4 @@
-"""Positions of long-running work in this process, such as the current action of a schedule, for reports of hangs.
-
-A position is asked for only when a report is made.
-"""
+"""Where long work of this process is: in a schedule, say. Told in reports of hangs, and asked only then."""
 
 import threading
 import weakref
@@ -12,7 +9,7 @@ from lp_pipe.context import NodeContext, context
 
 class Positioned(Protocol):
     def position(self) -> str:
-        """Return the position in words; called from another thread than the one that works."""
+        """In words; called from another thread than that which works."""
 
 
 _known: "weakref.WeakKeyDictionary[Positioned, NodeContext]" = weakref.WeakKeyDictionary()
@@ -20,14 +17,14 @@ _lock = threading.Lock()
 
 
 def add(one: Positioned) -> None:
-    """Register work of the calling node; a weak reference, so it needs no removal."""
+    """It works for the node that this is called in; forgotten when it is gone."""
     node = context()
     with _lock:
         _known[one] = node
 
 
 def positions() -> list[tuple[NodeContext, str]]:
-    """Return the node and position of all registered work, in the order of `add`."""
+    """Of all that are known, in the order in which they were added."""
     with _lock:
         found = list(_known.items())
     return [(node, f"{node.name}: {one.position()}") for one, node in found]

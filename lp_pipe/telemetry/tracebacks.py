@@ -1,10 +1,7 @@
-"""Short tracebacks: one line for each of the user's frames; frames of libraries are folded into a count."""
+"""Tracebacks for people: the user's own frames in a line each, everybody else's folded."""
 
 import re
-import sys
 import sysconfig
-import threading
-import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -12,8 +9,8 @@ from pathlib import Path
 
 _HEADER = "Traceback (most recent call last):"
 _GROUP_HEADER = f"Exception Group {_HEADER}"
-# Python prints an exception group with "  | " before its lines, "  +-+------ 1 ------" before each member, and
-# "    +-------------" after the last one.
+# What Python draws around an exception group: "  | " before its lines, "  +-+------ 1 ------" before each member,
+# and "    +-------------" behind the last one.
 _MARGIN = re.compile(r"^(?: +\| ?)*")
 _SEPARATOR = re.compile(r" *\+(?:-\+)?-{4,}(?: (?P<member>[\d.]+) -{4,})?$")
 _FRAME = re.compile(r'  File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
@@ -25,7 +22,7 @@ _MAX_LETTERS = 160
 
 
 @dataclass
-class _PrintedFrame:
+class _Frame:
     file: str
     line: int
     function: str
@@ -33,20 +30,20 @@ class _PrintedFrame:
 
 
 @dataclass
-class _PrintedException:
-    """An exception of a printed traceback: its frames, the first line of its message, and the lines after that."""
+class _Block:
+    """One exception: its frames, the first line of what it says, and those behind it."""
 
-    frames: list[_PrintedFrame] = field(default_factory=list)
+    frames: list[_Frame] = field(default_factory=list)
     error: str = ""
     more: list[str] = field(default_factory=list)
     is_member: bool = False  # of an exception group
 
 
 def fold_traceback(text: str, folder: Path | None = None) -> list[str]:
-    """Return the frames of a traceback that Python printed, outermost first, with its causes and remote calls.
+    """The frames of a traceback as Python prints it, outermost first, with its causes and remote calls.
 
-    Between the frames of two exceptions is the first one's message. The last one's message is left out: the caller
-    prints it. The members of an exception group follow it, with their messages.
+    Between two exceptions stands what the first one says; what the last one says is the caller's to print. Behind an
+    exception group its members stand, with what they say.
     folder: file names below it are shown relative to it.
     """
     found = _blocks(text)
@@ -55,7 +52,7 @@ def fold_traceback(text: str, folder: Path | None = None) -> list[str]:
     for block in blocks:
         lines += _folded(block.frames, folder)
         if block is not blocks[-1] and block.error:
-            remote = _REMOTE_CALL.match(block.error)  # the message repeats the class's name after "raised"
+            remote = _REMOTE_CALL.match(block.error)  # its class says no more than what is said after "raised"
             lines.append(shortened(remote["call"] if remote else block.error))
     for member in _members(found) if blocks else ():
         lines += [*_folded(member.frames, folder), shortened(member.error)]
@@ -63,7 +60,7 @@ def fold_traceback(text: str, folder: Path | None = None) -> list[str]:
 
 
 def folded_message(message: str, folder: Path | None = None) -> list[str]:
-    """Return an error message's lines, with a traceback inside it folded (a DataLoader's worker passes one on)."""
+    """Its lines; of a traceback in it (a DataLoader's worker hands one on) what it ends in, and the user's frames."""
     lines = message.splitlines() or [""]
     header = next((index for index, line in enumerate(lines) if index and line.endswith(_HEADER)), None)
     if header is None:
@@ -74,20 +71,20 @@ def folded_message(message: str, folder: Path | None = None) -> list[str]:
 
 
 def notes(text: str) -> list[str]:
-    """Return the lines after the first line of the last exception's message: more of the message, then its notes.
+    """What was added to the last exception of a traceback (add_note), each note once; behind further lines it says.
 
-    Each line once. Empty if the text is no traceback: a killed process leaves what it printed last.
+    Nothing where there is no traceback: a process that was killed has left what it printed last.
     """
     return [line for line in dict.fromkeys(_last(text).more) if line]
 
 
 def shortened(line: str, letters: int = _MAX_LETTERS) -> str:
-    """Return the line, cut to at most `letters`."""
+    """The line, cut where it would fill a screen."""
     return line if len(line) <= letters else line[: letters - 1] + "…"
 
 
 def is_of_user(file: str) -> bool:
-    """Return whether a file is user code: not of lp_pipe, the standard library or an installed package."""
+    """Whether it is the user's own code: not lp_pipe's, the standard library's or an installed package's."""
     return owner_of(file) is None
 
 
@@ -96,23 +93,23 @@ def owners_of_frames(lines: Iterable[str]) -> set[str | None]:
     return {owner_of(frame["file"]) for line in lines if (frame := _FRAME.match(line))}
 
 
-def _blocks(text: str) -> list[_PrintedException]:
-    """Return the exceptions in the order of the text: a cause before its effect, a remote error after its call.
+def _blocks(text: str) -> list[_Block]:
+    """One for each exception, in the order of the text: a cause before its effect, a remote error after its call.
 
     The members of an exception group follow it.
     """
     has_groups = _GROUP_HEADER in text
-    found: list[_PrintedException] = []
-    block = group = _PrintedException()  # takes the lines before the first header
+    found: list[_Block] = []
+    block = group = _Block()  # of lines before the first header
     for line in text.splitlines():
         if has_groups:
             line = _MARGIN.sub("", line, count=1)
         separator = _SEPARATOR.match(line) if has_groups and found else None
         if separator:
             group = group if block.is_member else block
-            block = _PrintedException(is_member=True) if separator["member"] else group
+            block = _Block(is_member=True) if separator["member"] else group
         elif line.strip().removeprefix("+ ") in (_HEADER, _GROUP_HEADER):
-            block = _PrintedException(is_member=block.is_member) if block.frames or block.error else block
+            block = _Block(is_member=block.is_member) if block.frames or block.error else block
         else:
             if found:
                 _add(line, block)
@@ -122,37 +119,37 @@ def _blocks(text: str) -> list[_PrintedException]:
     return found
 
 
-def _add(line: str, block: _PrintedException) -> None:
+def _add(line: str, block: _Block) -> None:
     frame = _FRAME.match(line)
     if block.error:
         block.more.append(line)
     elif frame:
-        block.frames.append(_PrintedFrame(frame["file"], int(frame["line"]), frame["function"] or ""))
+        block.frames.append(_Frame(frame["file"], int(frame["line"]), frame["function"] or ""))
     elif line and not line.startswith(" "):
         block.error = line
     elif block.frames and not block.frames[-1].source:
         block.frames[-1].source = line.strip()
 
 
-def _last(text: str) -> _PrintedException:
-    """Return the last exception, or the group that contains it."""
-    *_, last = [_PrintedException(), *(block for block in _blocks(text) if not block.is_member)]
+def _last(text: str) -> _Block:
+    """The last exception, or the group that it is in."""
+    *_, last = [_Block(), *(block for block in _blocks(text) if not block.is_member)]
     return last
 
 
-def _members(blocks: list[_PrintedException]) -> list[_PrintedException]:
-    """Return each member of exception groups once, with its frames: a remote error repeats its group's members."""
-    found: dict[str, _PrintedException] = {}
+def _members(blocks: list[_Block]) -> list[_Block]:
+    """Each once, where it has its frames: a remote error repeats those of the group that it stands for."""
+    found: dict[str, _Block] = {}
     for block in blocks:
         if block.is_member and block.error:
             found.setdefault(block.error, block)
     return list(found.values())
 
 
-def _folded(frames: list[_PrintedFrame], folder: Path | None) -> Iterator[str]:
+def _folded(frames: list[_Frame], folder: Path | None) -> Iterator[str]:
     is_own = [owner_of(frame.file) is None for frame in frames]
     if any(is_own):
-        frames = frames[is_own.index(True) :]  # drop lp_pipe's frames that lead to the user's code
+        frames = frames[is_own.index(True) :]  # how lp_pipe came to call the user's code is nobody's concern
     for is_foreign, members in groupby(frames, key=lambda frame: owner_of(frame.file) is not None):
         if is_foreign:
             yield _fold(list(members))
@@ -160,12 +157,12 @@ def _folded(frames: list[_PrintedFrame], folder: Path | None) -> Iterator[str]:
             yield from (_described(frame, folder) for frame in members)
 
 
-def _fold(frames: list[_PrintedFrame]) -> str:
+def _fold(frames: list[_Frame]) -> str:
     owners = dict.fromkeys(owner for frame in frames if (owner := owner_of(frame.file)))
     return f"  … {len(frames)} frame{'s' if len(frames) > 1 else ''} of {', '.join(owners)}"
 
 
-def _described(frame: _PrintedFrame, folder: Path | None) -> str:
+def _described(frame: _Frame, folder: Path | None) -> str:
     path = Path(frame.file)
     shown = path.relative_to(folder) if folder is not None and path.is_relative_to(folder) else path
     function = f" in {frame.function}" if frame.function else ""
@@ -174,17 +171,10 @@ def _described(frame: _PrintedFrame, folder: Path | None) -> str:
 
 
 def owner_of(file: str) -> str | None:
-    """Return which package a file belongs to; None for user code."""
+    """Whose code it is; None for the user's."""
     if file.startswith(_PACKAGE):
         return "lp_pipe"
     installed = _INSTALLED.search(file)
     if installed:
         return installed[1]
     return "the standard library" if file.startswith((_STDLIB, "<frozen ")) else None
-
-
-def stack_of(thread: threading.Thread) -> str:
-    """Return a thread's current Python stack; a sentence in its place if the thread has ended."""
-    frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
-    # For None, traceback.format_stack would return the caller's stack.
-    return "".join(traceback.format_stack(frame)) if frame is not None else "(it has just ended)"

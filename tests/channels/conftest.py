@@ -22,7 +22,7 @@ def directory() -> Iterator[str]:
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, run_credentials: object) -> str:
     kind, _, without_board = str(request.param).partition(" ")
     if without_board:
-        monkeypatch.setattr(sender, "is_board_supported", False)
+        monkeypatch.setattr(sender, "is_shm_queue_supported", False)
     return kind
 
 

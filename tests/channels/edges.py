@@ -21,8 +21,8 @@ class Edge:
 
     def __init__(self, kind: str, directory: str) -> None:
         usual = f"inproc:hub{next(_numbers)}" if kind == "inproc" else f"unix:{directory}/s"
-        endpoint = "tls:127.0.0.1:0" if kind == "tls" else kinds.hub_endpoint(kind, usual)
-        self.kind = "grpc" if kind == "tls" else kind  # what "auto" takes between hosts
+        endpoint = "tls:127.0.0.1:0" if kind == "tls" else kinds.named(kind).hub_endpoint(usual)
+        self.kind = kind
         self.hub = ChannelHub(endpoint, "stages/1")
 
     def receiver(self, credits: int = 4) -> Receiver:

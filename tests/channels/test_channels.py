@@ -112,7 +112,7 @@ def test_importing_channels_does_not_import_torch() -> None:
 
 
 def test_only_who_is_told_the_endpoint_reaches_a_hub_over_grpc() -> None:
-    hub = ChannelHub(kinds.hub_endpoint("grpc", "unix:/nowhere"), "stages/1")
+    hub = ChannelHub(kinds.named("grpc").hub_endpoint("unix:/nowhere"), "stages/1")
     where, _, token = hub.endpoint.partition("#")
     with pytest.raises(Unavailable, match="wrong token") as raised:
         open_sender(f"{where}#{'0' * len(token)}", "activations", kind="grpc")

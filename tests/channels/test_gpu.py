@@ -27,32 +27,32 @@ class Event:
 
 
 @pytest.fixture
-def queued(monkeypatch: pytest.MonkeyPatch) -> Callable[..., gpu.Queued]:
-    def make(asked: int, failure: Callable[[], str | None] = lambda: None) -> gpu.Queued:
+def queued(monkeypatch: pytest.MonkeyPatch) -> Callable[..., gpu.QueuedGpuWork]:
+    def make(asked: int, failure: Callable[[], str | None] = lambda: None) -> gpu.QueuedGpuWork:
         monkeypatch.setattr(torch.cuda, "Event", lambda: Event(asked))
         stream: Any = None
-        return gpu.Queued(stream, failure)
+        return gpu.QueuedGpuWork(stream, failure)
 
     return make
 
 
-def test_a_wait_ends_when_the_stream_is_done(queued: Callable[..., gpu.Queued]) -> None:
+def test_a_wait_ends_when_the_stream_is_done(queued: Callable[..., gpu.QueuedGpuWork]) -> None:
     queued(0).wait(timedelta())
     queued(5).wait(LONG)
 
 
-def test_a_wait_ends_when_the_peer_is_gone(queued: Callable[..., gpu.Queued]) -> None:
+def test_a_wait_ends_when_the_peer_is_gone(queued: Callable[..., gpu.QueuedGpuWork]) -> None:
     """The kernel that waits for its bytes never ends by itself."""
     reasons = iter([None, None, "the sender is gone"])
     with pytest.raises(RuntimeError, match="the sender is gone"):
         queued(10**9, lambda: next(reasons)).wait(LONG)
 
 
-def test_what_an_abort_has_ended_has_not_arrived(queued: Callable[..., gpu.Queued]) -> None:
+def test_what_an_abort_has_ended_has_not_arrived(queued: Callable[..., gpu.QueuedGpuWork]) -> None:
     with pytest.raises(RuntimeError, match="aborted"):
         queued(0, lambda: "aborted").wait(LONG)
 
 
-def test_a_wait_has_a_limit(queued: Callable[..., gpu.Queued]) -> None:
+def test_a_wait_has_a_limit(queued: Callable[..., gpu.QueuedGpuWork]) -> None:
     with pytest.raises(RuntimeError, match=r"not done within 0\.01 s"):
         queued(10**9).wait(timedelta(seconds=0.01))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from lp_pipe.channels import ChannelHub, gpu, kinds, libnccl, nccl, open_sender, transports
-from lp_pipe.channels.cuda_ipc import IpcOutlet
-from lp_pipe.channels.stream import StreamOutlet
-from lp_pipe.channels.transport import TransferError
+from lp_pipe.channels import ChannelHub, gpu, kinds, libnccl, nccl, open_sender, registry
+from lp_pipe.channels.base import TransferError
+from lp_pipe.channels.cuda_ipc import IpcSender
+from lp_pipe.channels.stream import StreamSender
 from lp_pipe.errors import ChannelClosed
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -22,20 +22,20 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 @pytest.mark.skipif(not kinds.is_shm_supported(), reason="no memfd_create")
 @pytest.mark.parametrize("kind", ["auto", "shm"])
 def test_shared_memory_leaves_tensors_on_gpus_where_they_are(kind: str) -> None:
-    assert kinds.choose(kind, "unix:/tmp/s", is_on_gpu=True) == "cuda_ipc"
-    assert kinds.choose(kind, "unix:/tmp/s", is_on_gpu=False) == "shm"
+    assert kinds.choose(kind, "unix:/tmp/s", is_on_gpu=True).name == "cuda_ipc"
+    assert kinds.choose(kind, "unix:/tmp/s", is_on_gpu=False).name == "shm"
 
 
 def test_neither_threads_nor_hosts_get_cuda_ipc() -> None:
-    assert kinds.choose("auto", "inproc:hub", is_on_gpu=True) == "inproc"
-    assert kinds.choose("auto", "grpcs:h1:1", is_on_gpu=True) == "grpc"
+    assert kinds.choose("auto", "inproc:hub", is_on_gpu=True).name == "inproc"
+    assert kinds.choose("auto", "grpcs:h1:1", is_on_gpu=True).name == "grpc"
 
 
 def test_nccl_is_plain_so_nobody_gets_it_without_asking() -> None:
-    assert "nccl" in kinds.PLAIN_KINDS
+    assert not kinds.named("nccl").is_encrypted
     for endpoint in ("inproc:hub", "unix:/tmp/s", "grpcs:h1:1"):
-        assert kinds.choose("auto", endpoint, is_on_gpu=True) != "nccl"
-        assert kinds.choose("nccl", endpoint) == "nccl"
+        assert kinds.choose("auto", endpoint, is_on_gpu=True).name != "nccl"
+        assert kinds.choose("nccl", endpoint).name == "nccl"
 
 
 def test_an_end_on_the_cpu_cannot_have_nccl(directory: str) -> None:
@@ -49,7 +49,7 @@ def test_an_end_on_the_cpu_cannot_have_nccl(directory: str) -> None:
 @without_gpu
 def test_nccl_without_a_gpu_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'nccl' needs a GPU, and torch sees none here: use channel='auto'"):
-        nccl.Nccl(GPU)
+        nccl.NcclBackend(GPU)
 
 
 def test_nccl_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_nccl_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_receiver_on_the_cpu_refuses_a_sender_with_nccl(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(transports._OF_GPUS, "nccl", (lambda device: StreamOutlet(), nccl.NcclInlet))
+    monkeypatch.setitem(registry._OF_GPUS, "nccl", (lambda device: StreamSender(), nccl.NcclReceiver))
     hub = ChannelHub(f"unix:{directory}/s", "stages/1")
     receiver = hub.receiver("activations")
     sender = open_sender(hub.endpoint, "activations", kind="nccl")
@@ -151,6 +151,6 @@ def test_the_receiver_says_whose_memory_it_can_read(
     process: int, reachable: list[str], can_send: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "name_of", lambda device: "GPU-1")
-    outlet = IpcOutlet(GPU)
-    outlet.on_note(json.dumps([process, reachable]).encode())
-    assert outlet.can_send == can_send
+    transport = IpcSender(GPU)
+    transport.on_note(json.dumps([process, reachable]).encode())
+    assert transport.can_send == can_send

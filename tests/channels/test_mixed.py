@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from lp_pipe.channels import ChannelHub, Receiver, Sender, kinds, open_sender, packing, transports
-from lp_pipe.channels.gloo import GlooInlet, GlooOutlet
-from lp_pipe.channels.mixed import MixedInlet, MixedOutlet
-from lp_pipe.channels.ring import RingInlet, RingOutlet
-from lp_pipe.channels.stream import StreamInlet, StreamOutlet
+from lp_pipe.channels import ChannelHub, Receiver, Sender, kinds, open_sender, packing, registry
+from lp_pipe.channels.gloo import GlooReceiver, GlooSender
+from lp_pipe.channels.mixed import MixedReceiver, MixedSender
+from lp_pipe.channels.ring import RingReceiver, RingSender
+from lp_pipe.channels.stream import StreamReceiver, StreamSender
 from lp_pipe.errors import ChannelClosed
 from tests.channels.edges import PATIENCE_S, in_thread, is_blocked
 
 _numbers = itertools.count()
 
 GPU = torch.device("cuda:0")
-HOSTS = {"stream": (StreamOutlet, StreamInlet), "ring": (RingOutlet, RingInlet)}
+HOSTS = {"stream": (StreamSender, StreamReceiver), "ring": (RingSender, RingReceiver)}
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,9 @@ def host(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def ends(host: str, directory: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Sender, Receiver]]:
-    outlet, inlet = HOSTS[host]
-    mixed = (lambda: MixedOutlet(outlet(), GlooOutlet()), lambda: MixedInlet(inlet(), GlooInlet()))
-    monkeypatch.setitem(transports._TRANSPORTS, "gloo", mixed)
+    make_sender, make_receiver = HOSTS[host]
+    mixed = (lambda: MixedSender(make_sender(), GlooSender()), lambda: MixedReceiver(make_receiver(), GlooReceiver()))
+    monkeypatch.setitem(registry._TRANSPORTS, "gloo", mixed)
     hub = ChannelHub(f"unix:{directory}/s", "stages/1")
     receiver = hub.receiver("activations")
     yield open_sender(hub.endpoint, "activations", kind="gloo", name="stages/0"), receiver
@@ -85,8 +85,8 @@ def test_what_is_on_its_way_is_free_again_once_it_was_received(ends: tuple[Sende
         if number >= 4:
             receiver.receive(0, PATIENCE_S)
         sender.send(0, (on_gpu(100_000), torch.ones(1)))
-    outlet: Any = sender._outlet
-    assert list(outlet._gpu_tokens) == list(outlet._gpu._sending) == [4, 5, 6, 7]
+    transport: Any = sender._transport
+    assert list(transport._gpu_tokens) == list(transport._gpu._sending) == [4, 5, 6, 7]
 
 
 def test_an_aborted_operations_messages_are_dropped_in_both_parts(ends: tuple[Sender, Receiver]) -> None:
@@ -106,7 +106,7 @@ def test_closing_waits_until_the_gpus_part_of_all_is_here(ends: tuple[Sender, Re
     for number in range(3):
         sender.send(0, on_gpu(500_000) * 0 + number)
     sender.close("done")
-    assert sender._outlet._finished.is_set()  # type: ignore[attr-defined]
+    assert sender._transport._finished.is_set()  # type: ignore[attr-defined]
     for number in range(3):
         assert receiver.receive(0, PATIENCE_S)[0] == number
     with pytest.raises(ChannelClosed, match="done"):

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from lp_pipe.channels import ChannelHub, kinds, open_sender
+from lp_pipe.channels.buffer_pool import BufferPool
 from lp_pipe.channels.packing import TensorSpec
 from lp_pipe.channels.receiver import Receiver
-from lp_pipe.channels.recycler import Recycler
-from lp_pipe.channels.ring import RingOutlet
+from lp_pipe.channels.ring import RingSender
 from lp_pipe.channels.segments import Segment
 from lp_pipe.channels.sender import Sender
 from lp_pipe.errors import ChannelClosed, LpPipeError
@@ -36,9 +36,9 @@ class Edge:
         self.sender: Sender = open_sender(self.hub.endpoint, "activations", kind="shm")
 
     @property
-    def outlet(self) -> RingOutlet:
-        assert isinstance(self.sender._outlet, RingOutlet)
-        return self.sender._outlet
+    def transport(self) -> RingSender:
+        assert isinstance(self.sender._transport, RingSender)
+        return self.sender._transport
 
     def pass_on(self, size_bytes: int) -> torch.Tensor:
         self.sender.send(0, torch.full((size_bytes,), 7, dtype=torch.uint8))
@@ -82,17 +82,17 @@ def test_what_a_forked_process_writes_to_a_received_tensor_stays_its_own(edge: E
 
 def test_slots_are_used_again(edge: Edge) -> None:
     edge.pass_on(1000)
-    (segment,) = edge.outlet._small
+    (segment,) = edge.transport._small
     for size in (0, 1, 5000, 1000, 1 << 16):
         edge.pass_on(size)
-    assert edge.outlet._small == [segment]
+    assert edge.transport._small == [segment]
 
 
 def test_slots_grow_and_the_old_segment_goes_with_its_last_message(edge: Edge) -> None:
     edge.sender.send(0, torch.ones(10))
-    old = inode_of(edge.outlet._small[0])
+    old = inode_of(edge.transport._small[0])
     edge.sender.send(0, torch.ones(30_000))
-    (segment,) = edge.outlet._small
+    (segment,) = edge.transport._small
     assert segment.slot_bytes == 1 << 17
     assert mappings_of(old) >= 1, "its message has not been received"
     assert torch.equal(edge.receiver.receive(0, PATIENCE_S), torch.ones(10))
@@ -107,7 +107,7 @@ def test_nothing_is_mapped_after_closing() -> None:
     directory = tempfile.mkdtemp(prefix="lp")
     edge = Edge(directory)
     edge.pass_on(MEBI)
-    inode = inode_of(edge.outlet._large[0])
+    inode = inode_of(edge.transport._large[0])
     edge.hub.close("done")
     del edge
     for thread in threading.enumerate():
@@ -127,8 +127,8 @@ def test_nothing_of_a_closed_channel_stays_mapped_while_its_hub_makes_others(edg
         sender = open_sender(edge.hub.endpoint, f"epoch {number}", kind="shm")
         sender.send(0, torch.ones(MEBI))
         receiver.receive(0, PATIENCE_S)
-        assert isinstance(sender._outlet, RingOutlet)
-        inodes.append(inode_of(sender._outlet._large[0]))
+        assert isinstance(sender._transport, RingSender)
+        inodes.append(inode_of(sender._transport._large[0]))
         (sender if who == "sender" else receiver).close("a worker was restarted")
         with pytest.raises(ChannelClosed):
             receiver.receive(1, PATIENCE_S)
@@ -160,7 +160,7 @@ def test_a_forked_child_gives_nothing_back(edge: Edge) -> None:
         gc.collect()
         os._exit(0)
     os.waitpid(child, 0)
-    (segment,) = edge.outlet._large
+    (segment,) = edge.transport._large
     assert segment.is_used
     del held
     assert not segment.is_used
@@ -172,12 +172,12 @@ def test_holding_large_values_does_not_hold_up_the_sender(edge: Edge) -> None:
     for number in range(12):
         edge.sender.send(0, torch.full((MEBI,), float(number)))
         held.append(edge.receiver.receive(0, PATIENCE_S))
-    assert len(edge.outlet._large) == 3
+    assert len(edge.transport._large) == 3
     assert [tensor.unique().tolist() for tensor in held] == [[float(number)] for number in range(12)]
     held.clear()
     for _ in range(30):
         edge.pass_on(MEBI)
-    assert len(edge.outlet._large) == 3, "their slots are used again"
+    assert len(edge.transport._large) == 3, "their slots are used again"
 
 
 @pytest.mark.parametrize("closing", ["sender", "receiver"])
@@ -198,11 +198,11 @@ def test_dropped_large_values_give_their_memory_back(edge: Edge) -> None:
         edge.sender.send(tag, torch.ones(MEBI))
         edge.receiver.abort(tag, "not wanted")
         edge.receiver.look()
-    assert len(edge.outlet._large) == 1
+    assert len(edge.transport._large) == 1
 
 
 def test_memory_of_shapes_that_come_no_more_is_given_back() -> None:
-    recycler = Recycler()
+    recycler = BufferPool()
     for mebibytes in (1, 2, 3):
         recycler.empty(TensorSpec(torch.uint8, (mebibytes * MEBI,), (1,)))
     assert [len(block) for block in recycler._blocks] == [3 * MEBI]
@@ -220,7 +220,7 @@ def test_a_sender_that_fails_to_send_closes_the_channel(edge: Edge, monkeypatch:
     def no_memory(count: int) -> int:
         raise MemoryError(f"no {count} bytes")
 
-    monkeypatch.setattr(RingOutlet, "_take", lambda self, size, credits: no_memory(size))
+    monkeypatch.setattr(RingSender, "_take", lambda self, size, credits: no_memory(size))
     with pytest.raises(MemoryError):
         edge.sender.send(0, torch.ones(4))
     with pytest.raises(Exception, match="the sender failed to send: MemoryError: no 64 bytes"):

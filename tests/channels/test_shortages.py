@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from lp_pipe import connections
-from lp_pipe.channels import kinds, open_sender, recycler
-from lp_pipe.channels.arriving import SIZE, ArrivingInlet
-from lp_pipe.channels.by_ranks import RankInlet
-from lp_pipe.channels.gloo import GlooInlet, GlooOutlet
+from lp_pipe.channels import buffer_pool, kinds, open_sender
+from lp_pipe.channels.async_receive import SIZE, AsyncReceiver
+from lp_pipe.channels.base import TransferError
+from lp_pipe.channels.gloo import GlooReceiver, GlooSender
 from lp_pipe.channels.packing import Layout
-from lp_pipe.channels.posting import Posting
-from lp_pipe.channels.transport import TransferError
+from lp_pipe.channels.queued_connection import QueuedConnection
+from lp_pipe.channels.rank_transport import RankReceiver
 from lp_pipe.connections import Connection, Frame, frames, grpc_channels, tcp_endpoint
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.unix import UnixConnection
@@ -91,7 +91,7 @@ def test_a_sender_without_memory_says_so_in_that_send_and_the_next_one_goes(
     sender.send(0, torch.ones(3))
     receiver.receive(0, PATIENCE_S)
     with monkeypatch.context() as shortage:
-        shortage.setattr(recycler, "fresh_memory", no_memory)
+        shortage.setattr(buffer_pool, "fresh_memory", no_memory)
         for _ in range(3):  # they cost no credits
             said = rf"channel 'activations' to stages/1: there is no more room for {MEBI} bytes: .*Cannot allocate"
             with pytest.raises(OSError, match=said) as caught:
@@ -108,8 +108,8 @@ def test_a_receiver_without_memory_tells_both_ends(edge: Edge, monkeypatch: pyte
     sender, receiver = edge.sender(), edge.receiver()
     sender.send(0, torch.ones(3))
     receiver.receive(0, PATIENCE_S)
-    assert isinstance(receiver._inlet, RankInlet)
-    monkeypatch.setattr(receiver._inlet.backend, "empty", no_memory)
+    assert isinstance(receiver._transport, RankReceiver)
+    monkeypatch.setattr(receiver._transport.backend, "empty", no_memory)
     sender.send(1, torch.ones(3))
     said = "the receiver cannot take a message of 64 bytes: .*Cannot allocate memory"
     with pytest.raises(ChannelClosed, match=said):
@@ -120,14 +120,14 @@ def test_a_receiver_without_memory_tells_both_ends(edge: Edge, monkeypatch: pyte
 
 def test_gloo_is_not_begun_with_few_descriptors_left() -> None:
     """Its thread ends the process where it finds none for who connects."""
-    outlet, inlet = GlooOutlet(), GlooInlet()
+    sending, receiving = GlooSender(), GlooReceiver()
     with descriptors_left(20):
-        outlet.begin(inlet.on_note)
-        inlet.begin(outlet.on_note)
-        for half in (outlet, inlet):
+        sending.begin(receiving.on_note)
+        receiving.begin(sending.on_note)
+        for half in (sending, receiving):
             with pytest.raises(TransferError, match=r"gloo cannot connect .*Too many open files; .*\(ulimit -n\)"):
                 half.group()
-    for half in (outlet, inlet):
+    for half in (sending, receiving):
         half.close("the test is over")
 
 
@@ -146,18 +146,18 @@ def test_an_inlet_that_finds_no_thread_for_its_patience_has_none(monkeypatch: py
         def wait(self, timeout: timedelta, /) -> None:
             has_ended.wait(PATIENCE_S)
 
-    class Waiting(ArrivingInlet):
+    class Waiting(AsyncReceiver):
         def _start(self, token: int, size: int, header: Any) -> tuple[Never, Tensor]:
             return Never(), torch.empty(size, dtype=torch.uint8)
 
         def _tensors_in(self, memory: Tensor, layout: Layout) -> list[Tensor]:
             return []
 
-    inlet = Waiting("gloo")
-    parcel = inlet.accept(0, [SIZE.pack(8)])
+    transport = Waiting("gloo")
+    parcel = transport.accept(0, [SIZE.pack(8)])
     assert isinstance(parcel, Future)
     monkeypatch.setattr(threading.Thread, "start", no_threads)
-    inlet.end("it was killed")
+    transport.end("it was killed")
     with pytest.raises(TransferError, match="it was killed"):
         parcel.result(PATIENCE_S)
     has_ended.set()
@@ -196,7 +196,7 @@ def test_who_is_not_taken_in_is_told_why_however_late_its_thread_reads_that(
 def test_what_a_thread_was_sending_when_the_peer_closed_does_not_hide_why() -> None:
     near, far = (UnixConnection(sock, "the peer") for sock in socket.socketpair())
     told: Future[str] = Future()
-    posting = Posting(near)
+    posting = QueuedConnection(near)
     assert near.try_reading(), "as another thread that reads"
     posting.attach(lambda frame: None, told.set_result)
     posting.send(Frame(frames.CHANNEL_DATA, buffers=[bytes(8 * MEBI)]))

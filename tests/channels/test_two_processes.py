@@ -36,7 +36,7 @@ from lp_pipe.channels import open_sender
 sender = open_sender(sys.argv[1], "activations", kind=sys.argv[2], name="stages/0")
 for number in range(2):
     sender.send(0, torch.full((300_000,), float(number)))
-sender._outlet.finish()
+sender._transport.finish()
 print("sent", flush=True)
 sys.stdin.read()
 """
@@ -55,14 +55,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 CUT_OFF = """
 import sys, torch
 from lp_pipe.channels import open_sender, packing
-from lp_pipe.channels.arriving import SIZE
+from lp_pipe.channels.async_receive import SIZE
 from lp_pipe.channels.messages import data_frame
 sender = open_sender(sys.argv[1], "activations", kind="gloo", name="stages/0")
 sender.send(0, torch.zeros(1))
 sys.stdin.readline()
 layout, _ = packing.pack(torch.ones(3))
 sender._connection.send(data_frame(1, layout.encode(), 1, [SIZE.pack(layout.offsets[-1])]))
-sender._outlet.close = lambda reason: None  # gloo's own connection stays
+sender._transport.close = lambda reason: None  # gloo's own connection stays
 sender._connection.close("cut off")
 sys.stdin.read()
 """
@@ -88,7 +88,7 @@ import os, signal, sys, time, torch
 from lp_pipe.channels import open_sender
 sender = open_sender(sys.argv[1], "activations", kind=sys.argv[2], name="stages/0")
 sender.send(0, torch.zeros(1))
-sender._outlet.finish()
+sender._transport.finish()
 sys.stdin.readline()
 if not os.fork():
     print("forked", flush=True)
@@ -109,27 +109,22 @@ sys.stdin.read()
 
 
 @pytest.fixture(params=KINDS)
-def way(request: pytest.FixtureRequest) -> str:
+def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def kind(way: str) -> str:
-    return "grpc" if way == "tls" else way  # what "auto" takes between hosts
-
-
-@pytest.fixture
-def endpoint(way: str, run_credentials: Credentials, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def endpoint(kind: str, run_credentials: Credentials, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("LP_TEST_CREDENTIALS", base64.b64encode(run_credentials.to_bytes()).decode())
     directory = tempfile.mkdtemp(prefix="lp")
-    yield "tls:127.0.0.1:0" if way == "tls" else kinds.hub_endpoint(way, f"unix:{directory}/s")
+    yield "tls:127.0.0.1:0" if kind == "tls" else kinds.named(kind).hub_endpoint(f"unix:{directory}/s")
     shutil.rmtree(directory)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     # Not a mere look into /dev/shm: programs that run beside this one have their own there (multiprocessing's locks).
-    with assert_no_leaks(ignore_threads=["attend channels"]):  # one for the process, from its first channel on
+    with assert_no_leaks(ignore_threads=["watch channels"]):  # one for the process, from its first channel on
         yield
 
 
@@ -163,7 +158,7 @@ class Peer:
 def wait_for_the_next(receiver: Receiver) -> None:
     """Until it is here: a sender that is killed takes along what it is still sending."""
     with receiver._state:
-        assert receiver._pulling.wait_for(receiver._has_arrived, PATIENCE_S)
+        assert receiver._reading.wait_for(receiver._has_arrived, PATIENCE_S)
 
 
 def test_a_killed_sender_ends_a_blocked_receive(endpoint: str, kind: str) -> None:
@@ -197,7 +192,7 @@ def test_a_child_that_a_killed_sender_has_forked_does_not_keep_the_channel_open(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["gloo"], indirect=True)
+@pytest.mark.parametrize("kind", ["gloo"], indirect=True)
 def test_a_sender_that_is_killed_in_the_middle_of_a_message_ends_its_receive(endpoint: str) -> None:
     """gloo itself would let the receiver wait for half an hour: a thread of ours does, until its process ends."""
     with Peer(HEARING_OF_A_DEATH, endpoint) as hearing, Peer(DYING, hearing.line()) as dying:
@@ -207,7 +202,7 @@ def test_a_sender_that_is_killed_in_the_middle_of_a_message_ends_its_receive(end
     assert re.match(r"channel 'activations' from stages/0: .*(killed|lost)", told)
 
 
-@pytest.mark.parametrize("way", ["gloo"], indirect=True)
+@pytest.mark.parametrize("kind", ["gloo"], indirect=True)
 def test_the_end_of_a_sender_is_noticed_while_a_value_that_nobody_wants_is_on_its_way(endpoint: str) -> None:
     """The thread that reads the connection waited for the bytes, for half an hour, and nobody heard of the end."""
     hub = ChannelHub(endpoint, "stages/1")

@@ -14,6 +14,8 @@ from lp_pipe import connections
 from lp_pipe.channels import kinds
 from lp_pipe.connections import Connection, run_endpoints
 from lp_pipe.connections.credentials import generate_credentials
+from lp_pipe.connections.grpc_stream import GrpcConnection
+from lp_pipe.connections.tls import TlsConnection
 from lp_pipe.connections.unix import UnixConnection
 from lp_pipe.errors import Unauthenticated
 
@@ -44,7 +46,7 @@ def directory() -> Directory:
 def member(directory: Directory, socket_home: Path) -> Iterator[run_endpoints.RunMember]:
     """This process serves in the run, on host a."""
     made = run_endpoints.RunMember(
-        "some-run", "a", generate_credentials(), directory.find, str(socket_home), "127.0.0.1"
+        "some-run", "a", generate_credentials(), directory.find, str(socket_home), "tls:127.0.0.1"
     )
     run_endpoints.join(made)
     yield made
@@ -52,8 +54,8 @@ def member(directory: Directory, socket_home: Path) -> Iterator[run_endpoints.Ru
     run_endpoints._left.discard("some-run")
 
 
-def listening(accepted: list[Connection], directory: Directory) -> connections.Listener:
-    listener = connections.listen(NAME, accepted.append)
+def listening(accepted: list[Connection], directory: Directory, name: str = NAME) -> connections.Listener:
+    listener = connections.listen(name, accepted.append)
     directory.endpoints["server"] = run_endpoints.endpoint_to_register(listener.endpoint)
     return listener
 
@@ -92,17 +94,37 @@ def test_one_that_has_started_again_is_found_at_its_new_port(
 def test_channels_take_the_way_that_fits_both_hosts(member: run_endpoints.RunMember, directory: Directory) -> None:
     listener = listening([], directory)
     endpoint = directory.endpoints["server"]
-    assert kinds.choose("auto", endpoint) == "shm"
-    assert kinds.way("shm", endpoint) == endpoint
-    assert kinds.hub_endpoint("grpc", NAME) == NAME
-    over_the_network = connections.connect(kinds.way("grpc", endpoint))  # asked for, so also on one host
-    assert not isinstance(over_the_network, UnixConnection)
+    assert kinds.choose("auto", endpoint).name == "shm"
+    assert kinds.named("shm").sender_endpoint(endpoint) == endpoint
+    over_the_network = connections.connect(kinds.named("tls").sender_endpoint(endpoint))  # asked for, on one host
+    assert isinstance(over_the_network, TlsConnection)
     over_the_network.close()
     run_endpoints.join(dataclasses.replace(member, host="b"))
-    assert kinds.choose("auto", endpoint) == kinds.choose("grpc", endpoint) == "grpc"
+    assert kinds.choose("auto", endpoint).name == kinds.choose("tls", endpoint).name == "tls"
+    with pytest.raises(ValueError, match=r"'grpc' does not fit a node on another host \(a\)"):
+        kinds.choose("grpc", endpoint)
     # It showed the run, socket and port of the endpoint, behind which what could be used was cut off.
     with pytest.raises(ValueError, match=r"'shm' does not fit a node on another host \(a\): use one of 'auto'"):
         kinds.choose("shm", endpoint)
+    listener.close()
+
+
+@pytest.mark.parametrize("is_asked_for", [True, False], ids=["by the channel", "by the run"])
+def test_grpc_is_grpc(member: run_endpoints.RunMember, directory: Directory, is_asked_for: bool) -> None:
+    # channel="grpc" between hosts was TLS sockets.
+    if not is_asked_for:
+        run_endpoints.join(dataclasses.replace(member, reached_at="grpcs:127.0.0.1"))
+    listener = listening([], directory, kinds.named("grpc").hub_endpoint(NAME) if is_asked_for else NAME)
+    assert listener.endpoint == NAME
+    endpoint = directory.endpoints["server"]
+    assert run_endpoints.HostEndpoint.of(endpoint).far_endpoint.startswith("grpcs:127.0.0.1:")
+    with pytest.raises(ValueError, match=r"'tls' does not fit a node on this host \(a\)"):
+        kinds.choose("tls", endpoint)
+    run_endpoints.join(dataclasses.replace(member, host="b"))
+    assert kinds.choose("auto", endpoint).name == kinds.choose("grpc", endpoint).name == "grpc"
+    connection = connections.connect(NAME)
+    assert isinstance(connection, GrpcConnection)
+    connection.close()
     listener.close()
 
 

@@ -50,10 +50,10 @@ def test_auto_is_cuda_ipc_here(directory: str) -> None:
         for size in (3, LARGE, *[5] * CREDITS):
             peer.sender.send(0, torch.ones(size, device=DEVICE))
             peer.answer()
-        assert type(peer.sender._outlet).__name__ == "CudaIpcOutlet"
-        outlet: Any = peer.sender._outlet
-        assert outlet._gpu.can_send, "this peer sees the GPU"
-        assert len(outlet._gpu._slots) <= CREDITS, "what was opened is used again"
+        assert type(peer.sender._transport).__name__ == "CudaIpcSender"
+        transport: Any = peer.sender._transport
+        assert transport._gpu.can_send, "this peer sees the GPU"
+        assert len(transport._gpu._slots) <= CREDITS, "what was opened is used again"
 
 
 def test_tensors_of_every_dtype_and_shape_stay_on_the_gpu(peer: Peer) -> None:

@@ -42,12 +42,14 @@ class Invitation:
         anything that other users can read.
     log_dir: the folder where `AgentProcess` writes the agents' output.
     interface: the network interface (or address) by which the hosts reach each other; "" for that of the launcher.
+    transport: the carrier of the traffic between hosts, "tls" or "grpc".
     """
 
     addresses: Sequence[str]
     secret: bytes = field(repr=False)
     log_dir: str
     interface: str = ""
+    transport: str = "tls"
 
     def arguments(self, host: str, token_file: str = "-") -> list[str]:
         """Return the arguments that follow the interpreter on the command line of the agent of `host`.
@@ -55,7 +57,8 @@ class Invitation:
         token_file: the file with the secret; "-" if the secret comes by stdin.
         """
         interface = ["--interface", self.interface] if self.interface else []
-        join = ["--join", ",".join(self.addresses), "--name", host, *interface, "--token-file", token_file]
+        transport = ["--transport", self.transport] if self.transport != "tls" else []
+        join = ["--join", ",".join(self.addresses), "--name", host, *interface, *transport, "--token-file", token_file]
         return ["-m", "lp_pipe", "agent", *join]
 
 

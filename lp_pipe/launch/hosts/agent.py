@@ -12,10 +12,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.connections import Connection, Frame, frames, tcp_carriers
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.routes import local_address_towards
-from lp_pipe.connections.tcp_endpoint import TLS, bracketed
+from lp_pipe.connections.tcp_endpoint import bracketed
 from lp_pipe.errors import LaunchError, Unauthenticated, Unavailable
 from lp_pipe.launch.coordination.ports import Ports
 from lp_pipe.launch.coordination.view import View
@@ -48,33 +48,42 @@ class End(NamedTuple):
 
 
 def run_agent(
-    addresses: Sequence[str], credentials: Credentials, name: str, interface: str = "", patience_s: float = 10.0
+    addresses: Sequence[str],
+    credentials: Credentials,
+    name: str,
+    interface: str = "",
+    patience_s: float = 10.0,
+    transport: str = "tls",
 ) -> "End":
     """Join the launcher at one of `addresses` ("HOST:PORT"), run nodes for it until the end.
 
     interface: the address by which other hosts reach this one; "": that from which the launcher was reached.
+    transport: see Invitation.
 
     Raises:
         LaunchError: nobody could be reached within `patience_s`, or the launcher does not take this agent.
     """
-    connection, launcher = _connect(addresses, credentials, patience_s)
+    scheme = tcp_carriers.scheme_of(transport)
+    connection, launcher = _connect(scheme, addresses, credentials, patience_s)
     address = interface or local_address_towards(launcher.rpartition(":")[0].strip("[]"))
-    agent = Agent(connection, credentials, name, address)
+    agent = Agent(connection, credentials, name, address, scheme)
     return agent.serve()
 
 
 class Agent:
     """What one host has of a run: the nodes that it was given, for as long as the launcher is there.
 
+    scheme: of the endpoints at which its nodes serve other hosts.
     tree: where the sources are laid out that the launcher has sent; "": nowhere.
     """
 
-    def __init__(self, connection: Connection, credentials: Credentials, name: str, address: str) -> None:
+    def __init__(self, connection: Connection, credentials: Credentials, name: str, address: str, scheme: str) -> None:
         self._link = AgentLink(connection)
         self._connection = connection
         self._credentials = credentials
         self.name = name
         self.address = address
+        self._scheme = scheme
         self.tree = ""
         self.logs = ShippedLogs(self._link)
         self._link.serve(_Calls(self))
@@ -126,7 +135,7 @@ class Agent:
             membership=wire.Membership(
                 run=assignment.run,
                 host=f"{self.name}/{os.getpid()}",
-                reached_at=bracketed(self.address),
+                reached_at=f"{self._scheme}{bracketed(self.address)}",
                 credentials=self._credentials.to_bytes(),
                 silence_s=assignment.silence_s,
             ),
@@ -229,16 +238,17 @@ class _Calls:
         return self._agent.host
 
 
-def _connect(addresses: Sequence[str], credentials: Credentials, patience_s: float) -> tuple[Connection, str]:
+def _connect(
+    scheme: str, addresses: Sequence[str], credentials: Credentials, patience_s: float
+) -> tuple[Connection, str]:
     """To the first that answers: of several addresses of the launcher's host not all may be reachable from here."""
-    from lp_pipe.connections import tls  # other commands do without
-
+    carrier = tcp_carriers.carrier_of(scheme)
     deadline = time.monotonic() + patience_s
     errors: dict[str, str] = {}
     while time.monotonic() < deadline:
         for address in addresses:
             try:
-                return tls.connect(f"{TLS}{address}", LAUNCHER_PATIENCE_S, credentials), address
+                return carrier.connect(f"{scheme}{address}", LAUNCHER_PATIENCE_S, credentials), address
             except Unauthenticated as error:
                 raise LaunchError(f"host {socket.gethostname()}: {error}") from error
             except Unavailable as error:

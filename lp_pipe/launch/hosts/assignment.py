@@ -16,7 +16,7 @@ from lp_pipe.nodes import PyNode
 class Assignment:
     """payloads: of each node, by node_id; an agent does not look into them.
 
-    run, silence_s: what its processes are members of, see spanning.Member. preload, orphan_s: see Template.
+    run, silence_s: what its processes are members of, see run_endpoints.RunMember. preload, orphan_s: see Template.
     """
 
     run: str

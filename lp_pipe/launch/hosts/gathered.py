@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lp_pipe.connections import tcp_carriers
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.launch.engines import Engine
 from lp_pipe.launch.hosts.edges import check_channels
@@ -28,6 +29,7 @@ class Kept:
 class MultiHostOptions:
     """listen: by which address the hosts reach the launcher, interface: by which each other; "": found out.
 
+    transport: "auto", "tls" or "grpc", what carries all traffic between hosts.
     tree: sources that every host is given. kept: of an elastic run; None: the program has hosts of its own.
     """
 
@@ -37,6 +39,15 @@ class MultiHostOptions:
     patience: Patience = field(default_factory=Patience)
     tree: SourceTree | None = None
     kept: Kept | None = None
+    transport: str = "auto"
+
+    def __post_init__(self) -> None:
+        tcp_carriers.scheme_of(self.transport)
+
+    @property
+    def carrier(self) -> str:
+        """The transport's name, where "auto" is the default one."""
+        return "tls" if self.transport == "auto" else self.transport
 
 
 @dataclass(frozen=True)
@@ -60,26 +71,28 @@ def gather(plan: LaunchPlan, options: MultiHostOptions, credentials: Credentials
         LaunchError: a host has not joined. ValueError: the hosts do not have what the program wants.
     """
     if options.kept is not None:
-        return _gather_kept(plan, options.kept)
-    gathering = Gathering(options.engine, credentials, options.listen, options.interface, options.patience)
+        return _gather_kept(plan, options, options.kept)
+    gathering = Gathering(
+        options.engine, credentials, options.listen, options.interface, options.patience, options.carrier
+    )
     try:
         agents = gathering.gather(str(plan.folder.agents), needs_torch="torch" in sys.modules)
         hardware = _hardware_of(agents, gathering)
-        return Gathered(gathering, agents, hardware, _places(plan, hardware))
+        return Gathered(gathering, agents, hardware, _places(plan, hardware, options.carrier))
     except BaseException:  # also Ctrl+C
         gathering.close(patience_s=1.0)
         raise
 
 
-def _gather_kept(plan: LaunchPlan, kept: Kept) -> Gathered:
+def _gather_kept(plan: LaunchPlan, options: MultiHostOptions, kept: Kept) -> Gathered:
     hardware = _hardware_of(kept.agents, kept.gathering)
     used = dict(list(hardware.items())[: kept.used])
-    return Gathered(kept.gathering, kept.agents, hardware, _places(plan, used), is_elastic=True)
+    return Gathered(kept.gathering, kept.agents, hardware, _places(plan, used, options.carrier), is_elastic=True)
 
 
-def _places(plan: LaunchPlan, hardware: Mapping[str, Hardware]) -> dict[str, HostPlacement]:
+def _places(plan: LaunchPlan, hardware: Mapping[str, Hardware], transport: str) -> dict[str, HostPlacement]:
     found = place_on_hosts(plan.nodes, hardware)
-    check_channels(plan.edges, found)
+    check_channels(plan.edges, found, transport)
     return found
 
 

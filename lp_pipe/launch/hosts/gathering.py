@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lp_pipe.connections import Connection, Frame, Listener, frames
+from lp_pipe.connections import Connection, Frame, Listener, frames, tcp_carriers
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.silence import SilenceWatch
-from lp_pipe.connections.tcp_endpoint import TLS, bracketed
+from lp_pipe.connections.tcp_endpoint import bracketed
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent, kill_all
 from lp_pipe.launch.hosts import handshake
@@ -101,16 +101,23 @@ class Gathering:
     """on_lost(agent, why): one that had joined is gone; called in its connection's thread.
 
     listen: the address or name by which the hosts reach the launcher, "NAME" or "NAME@BIND"; "": found out.
-    interface: see Invitation.
+    interface, transport: see Invitation.
     """
 
     def __init__(
-        self, engine: Engine, credentials: Credentials, listen: str, interface: str, patience: Patience
+        self,
+        engine: Engine,
+        credentials: Credentials,
+        listen: str,
+        interface: str,
+        patience: Patience,
+        transport: str = "tls",
     ) -> None:
         self._engine = engine
         self._credentials = credentials
         self._listen = listen
         self._interface = interface
+        self._transport = transport
         self.patience = patience
         self._needs_torch = False
         self._log_dir = ""
@@ -208,19 +215,20 @@ class Gathering:
             raise LaunchError(f"host {host!r} is not one of this run's: {', '.join(self._offers)}")
 
     def _listen_for_agents(self, log_dir: str) -> tuple[Listener, Invitation]:
-        from lp_pipe.connections import tls  # most programs do without
-
         self._offers = {offer.name: offer for offer in self._engine.hosts()}
         self._log_dir = log_dir
         where = self._where()
         silence_s = 2 * self.patience.silence_s  # of the host: the watch, which knows what silence is, comes first
         try:
-            listener = tls.listen(f"{TLS}{where[0]}", self._accept, self._credentials, silence_s)
+            endpoint = f"{tcp_carriers.scheme_of(self._transport)}{where[0]}"
+            carrier = tcp_carriers.carrier_of(endpoint)
+            listener: Listener = carrier.listen(endpoint, self._accept, self._credentials, silence_s)
         except OSError as error:
             raise LaunchError(self._why_not_there(error) if self._listen else str(error)) from error
         port = listener.endpoint.rpartition(":")[2]
         addresses = [f"{bracketed(name)}:{port}" for name in where[1]]
-        return listener, Invitation(addresses, self._credentials.to_bytes(), log_dir, self._interface)
+        secret = self._credentials.to_bytes()
+        return listener, Invitation(addresses, secret, log_dir, self._interface, self._transport)
 
     def _why_not_there(self, error: OSError) -> str:
         own = ", ".join(addresses_for([])) or "none but its loopback's"

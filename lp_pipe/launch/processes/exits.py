@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from lp_pipe.telemetry.names import signal_name
+from lp_pipe.telemetry.signal_names import signal_name
 
 # How long to wait for the last words of a process that has ended. Counted from the news, not from their turn: of 50
 # processes that die at once, with pipes that grandchildren keep open, all are reported after this time.

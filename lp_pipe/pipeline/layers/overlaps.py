@@ -9,7 +9,7 @@ from itertools import combinations
 
 from torch import Tensor, nn
 
-from lp_pipe.channels.carried import is_copied
+from lp_pipe.channels.sendable import is_copyable
 from lp_pipe.errors import PipelineError
 from lp_pipe.private_torch import version_of
 
@@ -18,7 +18,7 @@ _WITH_MEMORY = (Tensor, nn.Parameter, nn.Buffer)  # a subclass may have none of 
 
 def address_of(tensor: Tensor) -> int:
     """Of its memory, of which it may be a part; 0 where it has none, or the channel refuses it, with a reason."""
-    has_memory = type(tensor) in _WITH_MEMORY and is_copied(tensor)
+    has_memory = type(tensor) in _WITH_MEMORY and is_copyable(tensor)
     return tensor.untyped_storage().data_ptr() if has_memory else 0
 
 

@@ -29,7 +29,7 @@ def _endpoint(kind: str, usual: str) -> Iterator[str]:
     goes after the body.
     """
     if kind != "shm" or not usual.startswith(inproc.SCHEME):
-        yield kinds.hub_endpoint(kind, usual)
+        yield usual if kind == "auto" else kinds.named(kind).hub_endpoint(usual)
         return
     folder = make_socket_dir()
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from lp_pipe.checkpoint.host_visibility import check_is_here
+from lp_pipe.checkpoint.shared import check_is_here
 from lp_pipe.errors import Unavailable
 from lp_pipe.pipeline.saving.manifest import ENTRY, Manifest
 from lp_pipe.pipeline.saving.saved import Key, Saved, entries

@@ -108,7 +108,7 @@ def test_an_interface_that_a_host_does_not_have_is_named(hosts: namespaces.Hosts
 
 
 def test_a_dry_run_says_what_each_edge_will_be(hosts: namespaces.Hosts, tmp_path: Any) -> None:
-    for channel, expected in (("auto", "channel grpc"), ("gloo", "channel gloo (not encrypted)")):
+    for channel, expected in (("auto", "channel tls"), ("gloo", "channel gloo (not encrypted)")):
         lines = planned(wide_pipeline(channel)[0], "multi_host", tmp_path, engine=engine(hosts))
         assert f"stages/0 -> stages/1  {expected}" in lines
 

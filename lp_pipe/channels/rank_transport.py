@@ -1,0 +1,231 @@
+"""Transport through a communicator of two ranks, whose backend is a parameter: gloo, or NCCL.
+
+    sender (rank 0)                                     receiver (rank 1)
+      copies, starts to send   ── header: token, size ─►  has its connection's thread start to receive
+      the copy is free again   ◄─────── credit ───────  the stage asks for it, and waits for the bytes
+
+The bytes travel while both stages compute, moved by the backend's own thread or stream.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lp_pipe.channels.async_receive import SIZE, AsyncReceiver, Work
+from lp_pipe.channels.base import Notify, TransferError, TransportEnd, TransportSender
+from lp_pipe.channels.channel_store import CONNECT_PATIENCE_S, LIMIT, ChannelStore
+from lp_pipe.channels.packing import CPU, Layout, tensor_over
+from lp_pipe.connections.resource_limits import describe_error
+from lp_pipe.connections.routes import is_loopback
+from lp_pipe.errors import Unavailable
+
+SENDER, RECEIVER = 0, 1
+TAGS = 1 << 30  # gloo's are 32 bits wide
+
+
+class RankBackend(ABC):
+    """What connects the ranks and moves the bytes; each end has its own.
+
+    advice: for ends that cannot reach each other. device: where the memory is.
+    """
+
+    name: str
+    advice: str
+    device: torch.device = CPU
+
+    @abstractmethod
+    def connect(self, store: ChannelStore, rank: int, address: str, patience: timedelta) -> Any:
+        """A group with `send` and `recv` as those of torch.distributed.ProcessGroup, whose works can be waited for.
+
+        Raises:
+            RuntimeError, OSError: they cannot connect.
+            TransferError: likewise, and there is nothing to add.
+        """
+
+    @abstractmethod
+    def empty(self, size: int) -> Tensor:
+        """Memory for a message (uint8)."""
+
+    @abstractmethod
+    def tensors_in(self, memory: Tensor, layout: Layout) -> list[Tensor]:
+        """Those that lie in a message's memory, each with a storage of its own."""
+
+    def receiving(self) -> AbstractContextManager[Any]:
+        """Around `empty` and `recv` of a message that is received."""
+        return nullcontext()
+
+    @abstractmethod
+    def give_up(self, group: Any) -> None:
+        """The sender is gone, and what has not come by now will not."""
+
+    @abstractmethod
+    def close(self, group: Any, rank: int) -> None:
+        """This end is closed: free whoever waits for a message."""
+
+
+class RankEnd(TransportEnd):
+    """One end of the two ranks. The group is made by a thread, because that waits for the other end."""
+
+    def __init__(self, backend: RankBackend, rank: int) -> None:
+        self.backend = backend
+        self._rank = rank
+        self._store = ChannelStore()
+        self._making: Future[Any] = Future()
+
+    def begin(self, notify: Notify) -> None:
+        self._store.begin(notify)
+        name = f"connect {self.backend.name}"
+        threading.Thread(target=self._make, args=(self._making,), name=name, daemon=True).start()
+
+    def on_note(self, note: bytes) -> None:
+        self._store.learn(note)
+        failure = self._store.known(f"failure/{1 - self._rank}").decode()
+        if failure:  # what this end waits for, here or in the backend, will not come
+            reason = f"the other end: {failure}"
+            self._store.close(reason)
+            self._fail(reason)
+
+    def close(self, reason: str) -> None:
+        self._store.close(reason)
+        self._fail(reason)
+        closed: Future[Any] = Future()
+        closed.set_exception(TransferError(reason))
+        self._making = closed
+
+    def group(self) -> Any:
+        """Waits until the ranks are connected; then has `send` and `recv`.
+
+        Raises:
+            TransferError: they cannot connect.
+        """
+        try:
+            return self._making.result(2 * CONNECT_PATIENCE_S)  # its making has limits of its own
+        except TimeoutError as error:
+            raise TransferError(self._explained(f"they did not within {2 * CONNECT_PATIENCE_S:g} s")) from error
+
+    def _fail(self, reason: str) -> None:
+        """Free who waits for the group, if it is not made yet: NCCL's making cannot be interrupted."""
+        with suppress(InvalidStateError):
+            self._making.set_exception(TransferError(reason))
+
+    def _make(self, making: Future[Any]) -> None:
+        patience = timedelta(seconds=CONNECT_PATIENCE_S)
+        try:
+            group = self.backend.connect(self._store, self._rank, self.address, patience)
+        except TransferError as error:
+            failure = error
+        except (RuntimeError, OSError) as error:  # Unavailable is one, too
+            failure = TransferError(self._explained(describe_error(error)))
+        else:
+            try:
+                making.set_result(group)
+            except InvalidStateError:  # closed meanwhile
+                self.backend.close(group, self._rank)
+            return
+        with suppress(InvalidStateError):
+            making.set_exception(failure)
+            with suppress(Unavailable):
+                self._store.set(f"failure/{self._rank}", str(failure))
+
+    def _explained(self, error: str) -> str:
+        other = self._store.known(f"address/{1 - self._rank}").decode() or "the other end"
+        text = f"{self.backend.name} cannot connect {self.address} with {other}: {error}"
+        if is_loopback(self.address):
+            return text
+        return f"{text}; can these two reach each other, at any port? {self.backend.advice}"
+
+
+_CLOSE_PATIENCE = timedelta(seconds=2)
+
+
+class RankSender(RankEnd, TransportSender):
+    """Tokens count the messages; each is sent as one piece, laid out as in shared memory."""
+
+    def __init__(self, backend: RankBackend) -> None:
+        super().__init__(backend, SENDER)
+        self._next = 0
+        self._sending: dict[int, tuple[Work, Tensor]] = {}
+
+    def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
+        token, size = self._next, layout.offsets[-1]
+        if size:
+            memory = self.backend.empty(size)
+            for offset, spec, tensor in zip(layout.offsets, layout.tensor_specs, tensors, strict=False):
+                tensor_over(memory, offset, spec).copy_(tensor)
+            try:
+                self._sending[token] = self.group().send([memory], RECEIVER, token % TAGS), memory
+            except RuntimeError as error:
+                raise TransferError(f"{self.backend.name}: {error}") from error
+        self._next += 1
+        return token, [SIZE.pack(size)]
+
+    def release(self, token: int) -> None:
+        sending = self._sending.pop(token, None)
+        if sending is not None:
+            arrives(sending[0], _CLOSE_PATIENCE)  # it has arrived, so this is a matter of microseconds
+
+    def finish(self) -> None:
+        for token in list(self._sending):
+            sending = self._sending.pop(token, None)  # a work can be waited for once
+            if sending is not None and not arrives(sending[0], _CLOSE_PATIENCE):
+                return
+
+    def close(self, reason: str) -> None:
+        making = self._making
+        super().close(reason)
+        self._sending.clear()
+        if _is_made(making):
+            self.backend.close(making.result(), SENDER)
+
+
+class RankReceiver(RankEnd, AsyncReceiver):
+    def __init__(self, backend: RankBackend) -> None:
+        RankEnd.__init__(self, backend, RECEIVER)
+        AsyncReceiver.__init__(self, backend.name, backend.device)
+
+    def _start(self, token: int, size: int, header: Any) -> tuple[Work, Tensor]:
+        with self.backend.receiving():
+            memory = self.backend.empty(size)
+            return self.group().recv([memory], SENDER, token % TAGS), memory
+
+    def _tensors_in(self, memory: Tensor, layout: Layout) -> list[Tensor]:
+        return self.backend.tensors_in(memory, layout)
+
+    def end(self, reason: str) -> None:
+        self._store.close(reason)
+        if _is_made(self._making):
+            AsyncReceiver.end(self, reason)
+        else:
+            self._fail(reason)
+
+    def close(self, reason: str) -> None:
+        making = self._making
+        RankEnd.close(self, reason)
+        AsyncReceiver.close(self, reason)
+        if _is_made(making):
+            self.backend.close(making.result(), RECEIVER)
+
+    def _give_up(self, reason: str) -> None:
+        super()._give_up(reason)
+        if _is_made(self._making):
+            self.backend.give_up(self._making.result())
+
+
+def _is_made(making: "Future[Any]") -> bool:
+    return making.done() and making.exception() is None
+
+
+def arrives(work: Work, limit: timedelta = LIMIT) -> bool:
+    """Wait for it; False where it failed: then the channel's connection says why."""
+    try:
+        work.wait(limit)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,26 @@
+"""Transport in one process: the sender's copies of the tensors pass by reference.
+
+The copy is what makes threads behave as processes do: a layer that writes to its input in place must not reach into
+what the stage before it has saved for its backward.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lp_pipe.channels.base import TransportReceiver, TransportSender
+from lp_pipe.channels.packing import Layout, copies
+
+
+class ReferenceSender(TransportSender):
+    def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
+        return 0, copies(layout, tensors)
+
+
+class ReferenceReceiver(TransportReceiver):
+    def accept(self, token: int, buffers: Sequence[Any]) -> Any:
+        return buffers
+
+    def read(self, layout: Layout, parcel: Any) -> list[Tensor]:
+        return list(parcel)

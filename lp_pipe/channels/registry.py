@@ -1,0 +1,51 @@
+"""The table of all transports."""
+
+from collections.abc import Callable
+
+import torch
+
+from lp_pipe.channels.base import TransportReceiver, TransportSender
+from lp_pipe.channels.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from lp_pipe.channels.gloo import GlooReceiver, GlooSender
+from lp_pipe.channels.nccl import NcclReceiver, NcclSender
+from lp_pipe.channels.reference import ReferenceReceiver, ReferenceSender
+from lp_pipe.channels.ring import RingReceiver, RingSender
+from lp_pipe.channels.stream import StreamReceiver, StreamSender
+
+_TRANSPORTS: dict[str, tuple[Callable[[], TransportSender], Callable[[], TransportReceiver]]] = {
+    "inproc": (ReferenceSender, ReferenceReceiver),
+    "shm": (RingSender, RingReceiver),
+    "stream": (StreamSender, StreamReceiver),
+    "gloo": (GlooSender, GlooReceiver),
+    "tls": (StreamSender, StreamReceiver),
+    "grpc": (StreamSender, StreamReceiver),
+}
+_OF_GPUS: dict[str, tuple[Callable[[torch.device], TransportSender], Callable[[torch.device], TransportReceiver]]] = {
+    "nccl": (NcclSender, NcclReceiver),
+    "cuda_ipc": (CudaIpcSender, CudaIpcReceiver),
+}
+
+
+def make_transport_sender(kind: str, address: str, device: torch.device) -> TransportSender:
+    """address: see TransportEnd. device: where this end's tensors are.
+
+    Raises:
+        ValueError: this end cannot have such a transport.
+    """
+    transport = _OF_GPUS[kind][0](_numbered(device)) if kind in _OF_GPUS else _TRANSPORTS[kind][0]()
+    transport.address = address
+    return transport
+
+
+def make_transport_receiver(kind: str, address: str, device: torch.device) -> TransportReceiver:
+    """As `make_transport_sender`."""
+    transport = _OF_GPUS[kind][1](_numbered(device)) if kind in _OF_GPUS else _TRANSPORTS[kind][1]()
+    transport.address = address
+    return transport
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """Other threads have another current GPU."""
+    if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
+        return device
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,33 @@
+"""A file that only ever grows, and begins anew when somebody has deleted it."""
+
+import contextlib
+import os
+from io import FileIO
+from pathlib import Path
+
+
+class AppendedFile:
+    """Opened when it is first written to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+
+    def opened(self) -> FileIO:
+        """To write to its end.
+
+        Raises:
+            OSError: it cannot be made: its folder was deleted, or is read-only, ….
+        """
+        if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:
+            self.close()  # else all that is written would be gone, without an error
+        if self._file is None:
+            self._file = self._path.open("ab", buffering=0)
+        return self._file
+
+    def close(self) -> None:
+        """Idempotent; the next `opened` goes on behind what is there."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
