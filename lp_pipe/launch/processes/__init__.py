@@ -1,1 +1,1 @@
-"""Nodes as processes of one host, and the template that they are forked from."""
+"""Run nodes as processes of one host, forked from a template process."""

@@ -1,4 +1,4 @@
-"""How many threads torch and BLAS compute with: set, so that several processes do not oversubscribe the cores."""
+"""Set how many threads torch and BLAS compute with, so that several processes do not oversubscribe the cores."""
 
 import sys
 import threading
@@ -13,8 +13,8 @@ _undo: list[Callable[[], object]] = []
 
 
 def thread_environment(count: int) -> dict[str, str]:
-    """What numerical libraries read when they are loaded."""
-    # Left dynamic, MKL takes no more threads than there are cores, and a torch that is imported later asks MKL.
+    """Return the environment variables that numerical libraries read when they are loaded."""
+    # With MKL_DYNAMIC, MKL would use at most as many threads as cores, and a later imported torch asks MKL.
     return {**dict.fromkeys(_COUNTS, str(count)), "MKL_DYNAMIC": "FALSE"}
 
 
@@ -49,20 +49,20 @@ def unset_threads() -> None:
 
 
 def _use_in_torch(count: int) -> Iterator[Callable[[], object]]:
-    """Set the count for threads that begin from now on, and leave that of the calling thread as it is.
+    """Set the count for threads that start from now on, but not for the calling thread.
 
-    torch (OpenMP) keeps a count for the process, which each thread takes over when it first computes, and one for each
-    thread. The run's end comes in another thread than its start, which could not undo the caller's own count.
+    torch (OpenMP) keeps one count for the process, which each thread copies when it first computes, and one per thread.
+    A run ends in another thread than it was started in, and that thread could not restore the caller's own count.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
-        before = torch.get_num_threads()  # from now on the calling thread has its own
+        before = torch.get_num_threads()  # also gives the calling thread its own count
         yield partial(_in_a_thread, partial(torch.set_num_threads, before))
         _in_a_thread(partial(torch.set_num_threads, count))
 
 
 def _use_in_blas(count: int) -> Iterator[Callable[[], object]]:
-    """Its sums depend on how many threads add: without this a node had other bits as a thread than as a process."""
+    """Set BLAS's count. Its sums depend on it: a node would compute other bits as a thread than as a process."""
     if "numpy" not in sys.modules:
         return
     from threadpoolctl import ThreadpoolController
@@ -77,7 +77,7 @@ def _use_in_blas(count: int) -> Iterator[Callable[[], object]]:
 def _in_a_thread(action: Callable[[], object]) -> None:
     """Call `action` in a thread of its own, and wait for it.
 
-    For BLAS, because threadpoolctl lets only the first thread that changed OpenBLAS change it, until that has ended.
+    BLAS needs this, because threadpoolctl lets only the first thread that changed OpenBLAS change it while it lives.
     """
     thread = threading.Thread(target=action, name="threads of BLAS")
     try:

@@ -11,19 +11,19 @@ from lp_pipe.rpc.remote_error import format_traceback, innermost_type_name, text
 
 
 def run_node(node: Node[Any], context: NodeContext) -> Failure | None:
-    """Execute `node` in the calling thread; returns how it failed, or None when it ended well.
+    """Execute `node` in the calling thread; returns its failure, or None if it succeeded.
 
-    SystemExit with status 0 or None ends well. Stop handlers that were started are waited for.
+    SystemExit with status 0 or None is success. Returns after all started stop handlers have ended.
     """
     try:
         error = run_to_end(node, context)
         return None if error is None else failure_from(error)
-    except BaseException as broken:  # a user's exception may raise where it is looked at, and is a failure even so
+    except BaseException as broken:  # inspecting a user's exception may raise, which is a failure, too
         return failure_from(broken)
 
 
 def run_setup(setup: Callable[[], Any]) -> Failure | None:
-    """Call the program's setup function; returns how it failed, as the failure of a node."""
+    """Call the program's setup function; returns its failure, or None."""
     try:
         setup()
     except BaseException as error:
@@ -33,11 +33,13 @@ def run_setup(setup: Callable[[], Any]) -> Failure | None:
 
 
 def failure_from(error: BaseException) -> Failure:
-    """What the launcher needs to know of an exception; without the frames of lp_pipe that lead to the user's code."""
-    if isinstance(error, SystemExit) and not isinstance(error.code, str):  # sys.exit("no data") says it all
+    """Convert an exception to a Failure, without the frames of lp_pipe that lead to the user's code."""
+    if isinstance(error, SystemExit) and not isinstance(
+        error.code, str
+    ):  # the text of sys.exit("no data") is the message
         message = f"exit status {text_of(error.code)}"
     else:
-        message = text_of(error).split("\n\n", 1)[0]  # a RemoteError carries its traceback, which is in ours
+        message = text_of(error).split("\n\n", 1)[0]  # a RemoteError contains its traceback, which `traceback` has, too
     return Failure(
         type_name=innermost_type_name(error),
         message=message,

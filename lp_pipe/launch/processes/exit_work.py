@@ -1,4 +1,4 @@
-"""The work that a node leaves to the end of its process: threads that are not daemons, exit functions, open files."""
+"""Finish a node's work at the end of its process: non-daemon threads, exit functions, open files."""
 
 import contextlib
 import ctypes
@@ -32,17 +32,20 @@ _log = logging.getLogger(__name__)
 
 
 class _TimeIsUp(BaseException):
-    """Raised in the main thread to leave a wait for a thread, or an exit function."""
+    """Raised in the main thread to interrupt an exit function, or the wait for a thread."""
 
 
 def finish_work(node: str, stop_event: threading.Event, limit_s: float | None, kept: Container[str] | None) -> None:
     """Join the threads of this process, run its exit functions, finalize what user modules hold, and flush files.
 
-    Python does so at the end of every process, but leaves files alone that the frame of a daemon thread can reach.
-    kept: the names of modules that were there before the node's own; None: Python's own finalization follows.
-    SIGTERM, which the launcher sends when the grace period of a stop is over, ends the wait, with a warning that names
-    what is cut off. limit_s: ends it as well; for a node that has failed, whose restart must not wait for ever.
-    stop_event: of the node; programs that it has launched itself, for which Python's end waits, are stopped then.
+    Python does the same at the end of a process, but does not flush files that the frame of a daemon thread can reach.
+    SIGTERM, which the launcher sends after the grace period of a stop, ends the wait, with a warning that names what is
+    cut off.
+
+    limit_s: ends the wait as well. For a failed node, whose restart must not wait for ever.
+    kept: the names of modules that were loaded before the node's own; None if Python's own finalization follows.
+    stop_event: of the node. At the stop, programs that the node itself has launched are stopped, too, since exit
+        functions wait for them.
     """
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, frame: _cut_off(node))
@@ -61,7 +64,7 @@ def finish_work(node: str, stop_event: threading.Event, limit_s: float | None, k
             step()
         except _TimeIsUp:
             continue
-        except BaseException:  # a thread's exit function: the others must run all the same
+        except BaseException:  # of one exit function; the others must run, too
             traceback.print_exc()
     timer.cancel()
 
@@ -73,21 +76,23 @@ def _stop_own_runs(stop_event: threading.Event) -> None:
 
 
 def _drop_modules(kept: Container[str]) -> None:
-    """Finalize the objects that only the user's modules hold: a `__del__` may have work to do.
+    """Finalize the objects that only the user's modules hold, because a `__del__` may have work to do.
 
-    Python's own finalization does so with all modules, and ends daemon threads, which aborts the process where one of
-    them is inside of torch. Objects go before the functions and constants that their `__del__` may use; those in
-    containers and cycles follow in the collector's order.
+    Python's own finalization does this with all modules. It also ends daemon threads, which aborts the process if one
+    of them is inside torch. Objects are dropped before the functions and constants that their `__del__` may use. Those
+    in containers and cycles follow in the collector's order.
     """
-    threading.excepthook = lambda arguments: None  # daemon threads go on, and may miss a global
-    warnings.simplefilter("ignore", ResourceWarning)  # of connections that end with the process
+    threading.excepthook = lambda arguments: None  # daemon threads go on, and may fail at a dropped global
+    warnings.simplefilter("ignore", ResourceWarning)  # for connections that end with the process
     names = {name for name, module in list(sys.modules.items()) if name not in kept and _is_of_user(module)}
     _drop_globals(names)
     modules = [weakref.ref(sys.modules.pop(name)) for name in names]
     gc.collect()
     for found in modules:
         module = found()
-        for name in list(vars(module)) if module is not None else ():  # a package that is none of the user's has it
+        for name in (
+            list(vars(module)) if module is not None else ()
+        ):  # None: a package that is not the user's keeps it alive
             if name != "__builtins__":
                 vars(module)[name] = None
         del module
@@ -95,7 +100,7 @@ def _drop_modules(kept: Container[str]) -> None:
 
 
 def _drop_globals(names: Collection[str]) -> None:
-    """Drop the variables of these modules, and of functions that were sent, whose values have a `__del__`."""
+    """Drop the variables of these modules, and of functions sent by value, if the value has a `__del__`."""
     functions = (found for found in gc.get_objects() if type(found) is FunctionType)
     scopes = {id(one.__globals__): one.__globals__ for one in functions if one.__globals__.get("__name__") in names}
     for scope in [*scopes.values(), *(vars(sys.modules[name]) for name in names)]:
@@ -110,11 +115,12 @@ def _is_of_user(module: ModuleType) -> bool:
 
 
 def _flush_files() -> None:
-    """Write what the node's open files still buffer; pipes and sockets are left out, because their writes may block.
+    """Flush the node's open files. Pipes and sockets are left out, because writes to them may block.
 
-    Compressed files are closed, or their ends would be missing: the collector finalizes what they write to first.
+    Compressed files are closed. Otherwise their ends would be missing, because the collector may finalize the files
+    that they write to first.
     """
-    found = gc.get_objects()  # all but what the template had made before its fork
+    found = gc.get_objects()  # without the objects that the template had made before its fork
     for text in (one for one in found if type(one) is io.TextIOWrapper):
         _flush(text)
     for packed in (one for one in found if _is_compressed_file(type(one))):
@@ -122,25 +128,31 @@ def _flush_files() -> None:
             packed.close()
     for binary in (one for one in found if type(one) in (io.BufferedWriter, io.BufferedRandom)):
         _flush(binary)
-    ctypes.CDLL(None).fflush(None)  # what extensions have printed
+    ctypes.CDLL(None).fflush(None)  # the output of extensions in C
 
 
 def _is_compressed_file(kind: type) -> bool:
-    """Judge by the type alone: `isinstance` asks the object, and a proxy passes the question on."""
+    """Return whether it is a type of compressed files. By type, because `isinstance` would ask a proxy's target."""
     return kind.__module__ in _COMPRESSED and issubclass(kind, io.BufferedIOBase)
 
 
 def _flush(file: io.IOBase) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a full disk; closed, or not opened yet, by another thread
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # the disk is full, or another thread has closed or not yet opened the file
         if not file.closed and stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.flush()
 
 
 def _cut_off(node: str) -> None:
-    """Runs in the main thread, as a signal handler."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the exit functions that are left have until SIGKILL
-    _log.warning("node %s: its process must end, and cuts off what still runs: %s", node, ", ".join(_unfinished()))
-    raise _TimeIsUp("the time that the node's process had for this is over")
+    """Interrupt the main thread. Runs there, as a signal handler."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the remaining exit functions have time until SIGKILL
+    _log.warning(
+        "node %s: its time to end is over; its process ends although this still runs: %s",
+        node,
+        ", ".join(_unfinished()),
+    )
+    raise _TimeIsUp("the time for the end of the node's process is over")
 
 
 def _end_by_force(node: str) -> None:
@@ -150,11 +162,11 @@ def _end_by_force(node: str) -> None:
 
 
 def _mention(node: str) -> None:
-    _log.warning("node %s: its code has ended, and its process still waits for %s", node, ", ".join(_unfinished()))
+    _log.warning("node %s: its code has ended, but its process still waits for %s", node, ", ".join(_unfinished()))
 
 
 def _unfinished() -> list[str]:
-    """Name the threads and child processes that are not daemons, and the exit function that runs."""
+    """Return what the process waits for: non-daemon threads and child processes, or an exit function."""
     frames = sys._current_frames()
     main = threading.main_thread()
     found = [

@@ -1,4 +1,4 @@
-"""The ends of processes, reported one after the other, and all of them soon."""
+"""A queue that reports the ends of processes in order and within a bounded time, and their exit statuses in words."""
 
 import os
 import threading
@@ -8,17 +8,17 @@ from queue import SimpleQueue
 
 from lp_pipe.telemetry.signal_names import signal_name
 
-# How long to wait for the last words of a process that has ended. Counted from the news, not from their turn: of 50
-# processes that die at once, with pipes that grandchildren keep open, all are reported after this time.
+# How long to wait for the last output of a process that has ended. Counted from its end, not from its turn in the
+# queue: if 50 processes die at once, and grandchildren keep their pipes open, all are reported after this time.
 LAST_WORDS_PATIENCE_S = 0.5
 
-KILLED = "the process was killed by"  # how the words for a signal begin
+KILLED = "the process was killed by"  # the beginning of the text for a signal
 
 _Report = Callable[[float], None]
 
 
 class ExitQueue:
-    """Runs the reports in a thread of its own, in the order of the news; each gets its deadline (time.monotonic)."""
+    """Runs reports in a thread of its own, in order. Each report gets its deadline (time.monotonic)."""
 
     def __init__(self) -> None:
         self._news: SimpleQueue[tuple[_Report, float] | None] = SimpleQueue()
@@ -28,11 +28,11 @@ class ExitQueue:
         self._thread.start()
 
     def put(self, report: _Report) -> None:
-        """A process has ended just now."""
+        """Queue the report of a process that has just ended."""
         self._news.put((report, time.monotonic() + LAST_WORDS_PATIENCE_S))
 
     def close(self) -> None:
-        """Returns once what was put has been reported."""
+        """Wait until all queued reports are done, and end the thread."""
         self._news.put(None)
         if self._thread.ident is not None:
             self._thread.join()
@@ -44,10 +44,10 @@ class ExitQueue:
 
 
 def how_it_died(status: int) -> str:
-    """A wait status in words."""
+    """Return a wait status in words."""
     if os.WIFSIGNALED(status):
         name = signal_name(os.WTERMSIG(status))
         hint = " (kill -9, or the kernel when memory ran out: see dmesg)" if name == "SIGKILL" else ""
         return f"{KILLED} {name}{hint}"
     code = os.waitstatus_to_exitcode(status)
-    return f"the process ended with exit code {code} without reporting why: os._exit({code}), or exit({code}) in C code"
+    return f"the process ended with exit code {code} and reported no error: os._exit({code}), or exit({code}) in C code"

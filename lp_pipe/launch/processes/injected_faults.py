@@ -1,4 +1,4 @@
-"""A test's faults (lp_pipe.testing.faults) in the processes of one host: also in those that start later."""
+"""Inject a test's faults (lp_pipe.testing.faults) into the processes of one host, also into those that start later."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,14 +11,17 @@ _LASTING = (wire.Fault.DROP, wire.Fault.DELAY, wire.Fault.PARTITION)
 
 
 class InjectedFaults:
-    """past_hits: by rule, how often each has struck in processes that have ended."""
+    """The faults that are in force on one host.
+
+    past_hits: by rule, how often it has struck in processes that have ended.
+    """
 
     def __init__(self) -> None:
         self._lasting: dict[str, wire.Fault] = {}
         self.past_hits: Counter[str] = Counter()
 
     def inject(self, fault: wire.Fault, streams: Mapping[str, NodeStream]) -> "Mapping[str, Future[int]]":
-        """Tell all processes; by node, how often it has struck there, and by "" how often in the past."""
+        """Send a fault to all processes. Return its hits by node, and under "" those of ended processes."""
         if fault.action == wire.Fault.HEAL:
             self._lasting.pop(fault.rule, None)
         elif fault.action in _LASTING:
@@ -29,10 +32,10 @@ class InjectedFaults:
         return {**asked, "": past}
 
     def begin(self, stream: NodeStream) -> None:
-        """A process has reported in; it has made no connection yet."""
+        """Send the lasting faults to a process that has just started and has no connections yet."""
         for fault in list(self._lasting.values()):
             stream.ask_fault(fault)
 
     def end(self, stream: NodeStream) -> None:
-        """It has ended."""
+        """Count the hits of a process that has ended."""
         self.past_hits.update(stream.last_hits)

@@ -1,4 +1,4 @@
-"""The launcher shows its template and its nodes that it lives; what is silent for too long counts as dead."""
+"""Pings that show the template and the nodes that the launcher lives. A launcher that is silent counts as dead."""
 
 import logging
 import threading
@@ -16,9 +16,9 @@ _PING_EVERY_S = 1.0
 
 
 class LauncherPings:
-    """Beats every second, in a thread of its own, until `end`; from `suspend` to `resume` nobody listens.
+    """Pings every second, in a thread of its own, until `end`. From `suspend` to `resume` the template expects none.
 
-    streams: of the nodes, by node_id; others may join.
+    streams: of the nodes, by node_id; nodes may be added later.
     """
 
     def __init__(self, template: Template, streams: Mapping[str, NodeStream]) -> None:
@@ -30,7 +30,7 @@ class LauncherPings:
         threading.Thread(target=self._run, name="launcher pings", daemon=True).start()
 
     def suspend(self) -> None:
-        """Stop the nodes, as this process is about to be; they go on at `resume`."""
+        """Stop the nodes until `resume`, because this process is about to be stopped."""
         self._is_suspended = True
         self._template.suspend()
 
@@ -47,7 +47,7 @@ class LauncherPings:
             silence_s, self._last = time.monotonic() - self._last, time.monotonic()
             if silence_s > LAUNCHER_PATIENCE_S and not self._is_suspended:
                 _log.warning(
-                    "this process was frozen for %.0f s: its nodes took it for dead, if they were not", silence_s
+                    "this process was frozen for %.0f s: its nodes have ended unless they were frozen, too", silence_s
                 )
             self._template.ping()
             for stream in list(self._streams.values()):

@@ -1,7 +1,8 @@
-"""The standard input of a node's process, which has no terminal: an error for `input()`, a way in for debuggers.
+"""The standard input of a node's process: an error for `input()`, a connection to a terminal for debuggers.
 
-pdb (and so `breakpoint()`) asks sys.stdin for a line. From then on the debugger talks over a unix socket in the run's
-private folder, to `lp_pipe attach` or to the launcher's terminal, and its node's code waits.
+A node's process has no terminal. When pdb (and so `breakpoint()`) asks sys.stdin for a line, the debugger is connected
+to `lp_pipe attach`, or to the launcher's terminal, over a unix socket in the run's private folder. Meanwhile the node's
+code waits.
 
     pdb ◄──► Terminal ══ unix socket ══ attach_terminal.py ◄──► the user's terminal
 """
@@ -27,14 +28,17 @@ from lp_pipe.telemetry import waits
 from lp_pipe.telemetry.run_folder import RunFolder
 from lp_pipe.telemetry.whole_file import write_whole
 
-READY, RESUMED = b"\0", b"\1"  # behind the text: the debugger waits for a line; the node's code goes on
+READY, RESUMED = b"\0", b"\1"  # sent after the text: the debugger waits for a line; the node's code goes on
 _LOOK_FOR_STOP_S = 0.2
 _MAX_BACKLOG_BYTES = 1 << 16
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class NodeStdin(io.TextIOBase):
-    """Takes the place of sys.stdin. socket_dir: the run's private folder. host: in a run on several hosts."""
+    """The replacement of sys.stdin.
+
+    socket_dir: the run's private folder. host: this host's name in a run on several hosts, else "".
+    """
 
     def __init__(self, node: NodeContext, socket_dir: str, host: str = "") -> None:
         self._node = node
@@ -55,22 +59,22 @@ class NodeStdin(io.TextIOBase):
         raise StopIteration
 
     def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
-        """Return the next line for a debugger.
+        """Return the next line for the debugger that asks.
 
         Raises:
-            EOFError: the node's own code asks, such as input().
+            EOFError: the node's own code asks, for example with input().
         """
         debugger = _debugger_in(sys._getframe(1))
         if debugger is None:
             raise EOFError(
-                f"node {self._node.name} has no terminal to read from: give it the value as an argument or a flag "
-                "(to debug: breakpoint(), lp_pipe attach)"
+                f"node {self._node.name} cannot read from stdin, because it has no terminal: pass the value as an "
+                "argument or a flag (to debug: breakpoint(), lp_pipe attach)"
             )
         return self._terminal.take(debugger)
 
 
 def _debugger_in(frame: FrameType | None) -> Any | None:
-    """Return the debugger (pdb.Pdb, or derived from it) whose command loop asks for a line; None: user code asks."""
+    """Return the debugger (a pdb.Pdb) whose command loop asks for a line; None if other code asks."""
     pdb = sys.modules.get("pdb")
     while pdb is not None and frame is not None:
         found = frame.f_locals.get("self") if frame.f_code.co_name == "cmdloop" else None
@@ -85,7 +89,7 @@ def _place_of(debugger: Any | None) -> str:
 
 
 class Terminal(io.TextIOBase):
-    """The terminal of all debuggers in this process; those of several threads take turns, line by line."""
+    """The terminal of all debuggers in this process. Debuggers of several threads take turns, line by line."""
 
     def __init__(self, node: NodeContext, socket_dir: str, host: str) -> None:
         self._node = node
@@ -106,12 +110,12 @@ class Terminal(io.TextIOBase):
         return True
 
     def take(self, debugger: Any) -> str:
-        """Have the debugger talk here from now on; returns the first line for it."""
+        """Redirect the debugger to this terminal, and return the first line for it."""
         debugger.stdin = debugger.stdout = self
         debugger.use_rawinput = False
         debugger.postcmd = functools.partial(self._after_command, type(debugger).postcmd.__get__(debugger))
         with self._lock:
-            print(flush=True)  # behind the prompt, which is in the node's log
+            print(flush=True)  # ends the line of the prompt in the node's log
             self._backlog = b""
             if debugger.curframe is not None:
                 debugger.print_stack_entry(debugger.stack[debugger.curindex])
@@ -126,13 +130,13 @@ class Terminal(io.TextIOBase):
         return len(text)
 
     def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
-        """Return the next line from the attached terminal; after the stop "continue", so that the node can end."""
+        """Return the next line from the attached terminal; "continue" once the program stops, so that the node ends."""
         place = _place_of(_debugger_in(sys._getframe(1)))
         with self._lock, waits.waiting(waits.DEBUGGER, waits.Target(), place, node=self._node):
             self._send(READY)
             while b"\n" not in self._heard:
                 if self._node.is_stopping:
-                    self.write("\n-> the program stops, so this node goes on\n")
+                    self.write("\n-> the program is stopping, so this node goes on\n")
                     return "continue\n"
                 if self._connection is None:
                     self._announce(place)
@@ -154,7 +158,7 @@ class Terminal(io.TextIOBase):
         return is_leaving
 
     def _announce(self, place: str) -> None:
-        """Say in the node's log where it waits, and leave a file by which `lp_pipe attach` finds the socket."""
+        """Write to the node's log where it waits, and write a file by which `lp_pipe attach` finds the socket."""
         if self._is_announced:
             return
         self._is_announced = True
@@ -190,11 +194,11 @@ class Terminal(io.TextIOBase):
         self._send(self._backlog + READY)
 
     def _receive(self, connection: socket.socket) -> None:
-        if not _is_ready(connection):  # its end comes first: the user may attach once more right after it
+        if not _is_ready(connection):  # an end is read first, because the user may attach again right after it
             if self._listener is not None and _is_ready(self._listener, 0.0):
                 second, _ = self._listener.accept()
                 with suppress(OSError):
-                    second.sendall(b"another terminal talks to this debugger\n")
+                    second.sendall(b"another terminal is attached to this debugger\n")
                 second.close()
             return
         try:
@@ -219,7 +223,7 @@ class Terminal(io.TextIOBase):
 
 
 def uid_of_peer(connection: socket.socket) -> int | None:
-    """Return the user id of the process at the other end of a unix socket; None where the system does not say."""
+    """Return the user id of the process at the other end of a unix socket; None if the system cannot tell."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     size = _PEER_CREDENTIALS.size
@@ -228,12 +232,14 @@ def uid_of_peer(connection: socket.socket) -> int | None:
 
 
 def waiting_nodes(run_dir: Path) -> dict[str, dict[str, str]]:
-    """Return, by name, the nodes of a run that stand in a debugger, with where that listens."""
+    """Return the nodes of a run that wait in a debugger, by name, with place, socket and host of the debugger."""
     found = {}
     for path in sorted(RunFolder(run_dir).debuggers.glob("*.json")):
         with suppress(OSError, ValueError, KeyError):
             facts = json.loads(path.read_text(encoding="utf-8"))
-            if facts["host"] != socket.gethostname() or os.path.exists(facts["socket"]):  # else its process has ended
+            if facts["host"] != socket.gethostname() or os.path.exists(
+                facts["socket"]
+            ):  # otherwise its process has ended
                 found[str(facts["node"])] = {name: str(facts[name]) for name in ("place", "socket", "host")}
     return found
 

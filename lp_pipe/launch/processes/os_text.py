@@ -1,14 +1,15 @@
-"""Strings of the operating system (variables, paths, arguments) inside messages that only carry UTF-8.
+"""Encode the operating system's strings (variables, paths, arguments) for messages that can carry only UTF-8.
 
-They may hold bytes that are no UTF-8, which Python shows as lone surrogates, and a script may put others into sys.path
-or sys.argv: each byte of an encoding that takes them travels as a character.
+Such strings may contain bytes that are not UTF-8, which Python represents as lone surrogates. A script may also have
+put other lone surrogates into sys.path or sys.argv. `pack` encodes a string to bytes that allow them, and sends each
+byte as one character.
 """
 
 from collections.abc import Iterable, Mapping
 
 
 def pack(text: str) -> str:
-    """Return any string as valid UTF-8."""
+    """Return a string that any UTF-8 message can carry."""
     return text.encode("utf-8", "surrogatepass").decode("latin-1")
 
 

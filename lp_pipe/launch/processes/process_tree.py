@@ -1,4 +1,4 @@
-"""Processes and what they started, from /proc."""
+"""Look up processes and their descendants in /proc, and send them signals."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ _PF_EXITING = 0x4  # of the flags in /proc/PID/stat
 
 
 def tree_of(pid: int) -> list[int]:
-    """All living descendants of a process, parents before children; empty where there is no /proc."""
+    """Return all living descendants of a process, parents before children; empty if there is no /proc."""
     found: list[int] = []
     stack = [pid]
     while stack:
@@ -20,7 +20,7 @@ def tree_of(pid: int) -> list[int]:
 
 
 def marked(variable: str, value: str) -> list[int]:
-    """Processes of this user that were started with `variable=value` in their environment."""
+    """Return the processes of this user that were started with `variable=value` in their environment."""
     needle = f"{variable}={value}".encode()
     found = []
     for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
@@ -32,9 +32,9 @@ def marked(variable: str, value: str) -> list[int]:
 
 
 def start_time(pid: int) -> int:
-    """When a process began, in the system's own ticks: tells it from a later one with its number.
+    """Return when a process began, in the system's ticks, which tells it from a later process with the same pid.
 
-    0 when it has ended (zombies too); 1 for all that live where there is no /proc.
+    0 if it has ended (also for a zombie). 1 for every living process if there is no /proc.
     """
     if not os.path.isdir("/proc/self"):
         return int(_exists(pid))
@@ -43,18 +43,18 @@ def start_time(pid: int) -> int:
 
 
 def is_dying(pid: int) -> bool:
-    """Whether it has begun to end, or has ended: the kernel says so before it closes a process's connections."""
+    """Return whether a process ends or has ended. The kernel shows this before it closes the process's connections."""
     fields = _stat_of(pid)
     return os.path.isdir("/proc/self") and (not fields or fields[0] in b"ZX" or bool(int(fields[6]) & _PF_EXITING))
 
 
 def state_of(pid: int) -> str:
-    """Return the kernel's letter for the state of a process, such as "T" for stopped; "" where there is no /proc."""
+    """Return the kernel's letter for the state of a process, such as "T" for stopped; "" if there is no /proc."""
     return b"".join(_stat_of(pid)[:1]).decode()
 
 
 def owner_of(pid: int) -> int | None:
-    """The user of a process; None when it has ended, or where there is no /proc."""
+    """Return the user of a process; None if it has ended, or if there is no /proc."""
     try:
         return os.stat(f"/proc/{pid}").st_uid
     except OSError:
@@ -62,7 +62,7 @@ def owner_of(pid: int) -> int | None:
 
 
 def session_of(pid: int) -> int:
-    """The session of a process, 0 when it has ended."""
+    """Return the session of a process; 0 if it has ended."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
@@ -70,18 +70,18 @@ def session_of(pid: int) -> int:
 
 
 def terminal_of(pid: int) -> str:
-    """Return what tells a process's terminal from another one and from a later one of its name; "" for none."""
+    """Return an identifier of a process's terminal, also different from a later one of the same name; "" for none."""
     fields = _stat_of(pid)
     return f"session {int(fields[3])}, device {int(fields[4])}" if fields and int(fields[4]) else ""
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """As `signal_all`: SIGKILL."""
+    """Send SIGKILL to each process."""
     signal_all(pids, signal.SIGKILL)
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
-    """Send each the signal; those that have ended are passed over."""
+    """Send the signal to each process. Those that have ended are skipped."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -110,12 +110,12 @@ def _exists(pid: int) -> bool:
 
 
 def _is_zombie(pid: int) -> bool:
-    """Or has ended by now."""
+    """Return whether the process is a zombie or has ended."""
     return _stat_of(pid)[:1] in ([], [b"Z"])
 
 
 def _stat_of(pid: int) -> list[bytes]:
-    """The fields behind the process's name, from its state on; empty when it has ended. Bytes: names may be any."""
+    """Return the fields after the process's name, from its state on; empty if it has ended. Bytes, as names may be."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()

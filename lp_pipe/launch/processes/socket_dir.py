@@ -1,4 +1,4 @@
-"""The private folder in which one run's unix sockets are."""
+"""The private folder for the unix sockets of one run."""
 
 import os
 import tempfile
@@ -8,11 +8,11 @@ _MAX_TEMP_DIR_BYTES = 70  # + "/lp-xxxxxxxx/coordinator"; a unix socket's path h
 
 
 def make_socket_dir() -> str:
-    """A folder of mode 0700: only this user can connect to sockets inside. Who makes it removes it."""
+    """Make a folder of mode 0700, so that only this user can connect to its sockets. The caller must remove it."""
     usual = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix=PREFIX, dir=usual if fits(usual) else "/tmp")
 
 
 def fits(folder: str) -> bool:
-    """Whether the paths of sockets below this temporary folder are short enough."""
+    """Return whether paths of sockets in this temporary folder are short enough."""
     return len(os.fsencode(folder)) <= _MAX_TEMP_DIR_BYTES

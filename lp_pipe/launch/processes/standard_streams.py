@@ -1,22 +1,22 @@
-"""Standard streams that whoever started this process has closed (`python train.py >&-`, some daemons)."""
+"""Standard streams that were closed when this process was started (`python train.py >&-`, some daemons)."""
 
 import os
 import subprocess
 
 
 def open_closed() -> None:
-    """Have what is written to them go nowhere.
+    """Open closed standard streams on /dev/null.
 
-    Left closed, their descriptors would be those of the next files that are opened, and a process's output would go
-    there, or those files be closed in its place.
+    Otherwise the next opened files would get their descriptors. Output would go to those files, or they would be closed
+    in place of a stream.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)  # the processes of nodes need theirs as well
+        os.set_inheritable(descriptor, True)  # node processes need them as well
     os.close(descriptor)
 
 
 def for_child(descriptor: int) -> int | None:
-    """What subprocess.Popen takes: the child has the same one, or none where this process has another file there."""
+    """Return the argument for subprocess.Popen: inherit this stream, or /dev/null if the descriptor is another file."""
     try:
         return None if os.get_inheritable(descriptor) else subprocess.DEVNULL
     except OSError:  # closed

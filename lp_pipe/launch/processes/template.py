@@ -1,4 +1,4 @@
-"""The launcher's side of the template process (see template_process.py)."""
+"""The launcher's side of the template process, which is in template_process.py."""
 
 import contextlib
 import errno
@@ -22,11 +22,11 @@ from lp_pipe.launch.processes.malloc_settings import malloc_environment
 from lp_pipe.launch.processes.process_tree import kill_all, marked
 from lp_pipe.launch.processes.template_process import ORPHAN_S, interpreter_flags, receive_message, send_message
 
-# Slow to import and harmless to fork: loaded once in the template when the launching process has loaded them itself.
+# Slow to import and safe to fork. The template loads those that the launching process has loaded.
 _STAGES = "lp_pipe.pipeline.worker.worker"
 _WORTH_PRELOADING = ("numpy", "torch", "torch.optim", "torch.utils._pytree", _STAGES)
-# Whoever makes an optimizer of torch's loads it, which takes as long as torch itself, and 70 MB. The launching process
-# makes none, and need not wait for it.
+# Creating a torch optimizer imports this module, which takes as long as torch itself, and 70 MB. The launching process
+# creates no optimizer, and so has not imported it.
 _FOR_OPTIMIZERS = "torch._dynamo"
 MARK = "LP_PIPE_TEMPLATE"
 _BOOT = (
@@ -41,11 +41,13 @@ OnLost = Callable[[str], None]
 
 
 class Template:
-    """Starts processes by forking, and reports their starts and exits from a thread of its own.
+    """Starts node processes by forking the template, and reports their starts and exits from a thread of its own.
 
-    on_exit(node_id, how): also when it could not start. on_lost(reason): the template has died, and every node with it.
-    preload: modules that it imports; None: those of use that this process has imported.
-    orphan_s: how long nodes may take to end when this process has died. socket_dir: the run's folder, removed then.
+    on_start(node_id, pid). on_exit(node_id, how): also if the process could not be started.
+    on_lost(reason): the template has died, and all nodes with it.
+    preload: modules that the template imports; None for those useful ones that this process has imported.
+    orphan_s: how long nodes may take to end after this process has died.
+    socket_dir: the run's private folder, which the template removes at its end.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Template:
         self._send_lock = threading.Lock()
         self._is_closing = False
         self._control, theirs = socket.socketpair()
-        self._control.settimeout(None)  # the user's code may have called socket.setdefaulttimeout
+        self._control.settimeout(None)  # in case the user's code has called socket.setdefaulttimeout
         arguments = [
             json.dumps(import_path()),
             str(theirs.fileno()),
@@ -73,7 +75,7 @@ class Template:
             str(orphan_s),
             socket_dir,
         ]
-        # BLAS would start its threads when numpy is imported, and threads do not survive a fork.
+        # With more than one, BLAS would start threads when numpy is imported, and threads do not survive a fork.
         threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         environment = {**os.environ, **malloc_environment(os.environ), MARK: self._mark, **threads}
         try:
@@ -89,12 +91,12 @@ class Template:
         except OSError as error:
             self._control.close()
             why = PROCESS_LIMIT_ADVICE if error.errno == errno.EAGAIN else describe_error(error)
-            raise LaunchError(f"cannot start {sys.executable} for the nodes: {why}") from error
+            raise LaunchError(f"cannot start the template process of the nodes with {sys.executable}: {why}") from error
         finally:
             theirs.close()
         try:
             threading.Thread(target=self._listen, name="template events", daemon=True).start()
-        except RuntimeError:  # out of threads; nobody will close what was not made
+        except RuntimeError:  # out of threads; the caller gets no object that it could close
             self._process.kill()
             self.close()
             raise
@@ -105,7 +107,7 @@ class Template:
         return {MARK: self._mark}
 
     def start(self, request: dict[str, Any], stdout: int, stderr: int) -> None:
-        """Start a node's process; its output goes to the given descriptors.
+        """Start a node's process. Its output goes to the given descriptors.
 
         Raises:
             LaunchError: the template process is gone.
@@ -113,8 +115,8 @@ class Template:
         self._send({"op": "start", **request}, (stdout, stderr))
 
     def signal(self, node_id: str, number: int, tree: bool) -> None:
-        """Send a signal to a node's process, or to everything it has started as well."""
-        with contextlib.suppress(LaunchError):  # gone with all its nodes: on_lost tells
+        """Send a signal to a node's process; tree: also to all that it has started."""
+        with contextlib.suppress(LaunchError):  # the template and all nodes are gone, which on_lost reports
             self._send({"op": "signal", "node": node_id, "signal": number, "tree": tree})
 
     def ping(self) -> None:
@@ -122,14 +124,14 @@ class Template:
         self._say("ping")
 
     def suspend(self) -> None:
-        """Stop all nodes' processes, and whatever they have started, until `resume`: this process is about to be."""
+        """Stop all node processes, and all that they have started, until `resume`."""
         self._say("suspend")
 
     def resume(self) -> None:
         self._say("resume")
 
     def close(self) -> None:
-        """End the template and whatever its nodes have left behind; returns when all of it is gone."""
+        """End the template and all processes that its nodes have left; returns when all of them have ended."""
         self._is_closing = True
         self._say("bye")
         try:
@@ -151,7 +153,7 @@ class Template:
             try:
                 send_message(self._control, message, fds)
             except OSError as error:
-                raise LaunchError(f"the template process of the nodes is gone: {error}") from error
+                raise LaunchError(f"the template process of the nodes has ended: {error}") from error
 
     def _listen(self) -> None:
         while True:
@@ -176,11 +178,14 @@ class Template:
 
 
 def loaded_here() -> list[str]:
-    """What nodes will need, and this process has imported."""
+    """Return the modules worth preloading that this process has imported."""
     return [name for name in _WORTH_PRELOADING if name in sys.modules]
 
 
 def _with_optimizers(modules: Sequence[str]) -> list[str]:
-    """And what stages need beside them; not where it may ask for GPUs: processes forked after that cannot use them."""
+    """Add the module that stages' optimizers need, but not on a host with GPUs.
+
+    There it might initialize CUDA, and processes forked after that cannot use it.
+    """
     is_needed = _STAGES in modules and not this_host().gpus
     return [*modules, _FOR_OPTIMIZERS] if is_needed else [*modules]

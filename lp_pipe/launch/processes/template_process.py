@@ -1,10 +1,10 @@
 """The template process: imports what nodes will need, then forks one child per node on request.
 
-It is started by exec, stays single-threaded, and never runs a torch operation, gRPC or CUDA: only such a process may
-be forked safely. It is the parent of all nodes: it reports their exits, kills their process trees (orphaned
-grandchildren come back to it, as the subreaper), and takes them down when the launcher dies.
+It is started by exec, stays single-threaded, and never runs a torch operation, gRPC or CUDA, because only such a
+process can be forked safely. It is the parent of all node processes: it reports their exits, kills their process trees
+(as subreaper it inherits orphaned grandchildren), and ends them when the launcher dies.
 
-It is told what to do, and tells what happens, over an inherited socket (`send_message`).
+It talks to the launcher over an inherited socket: JSON after its length, with file descriptors (`send_message`).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Send one message; blocks until the other side has room."""
+    """Send one message. Blocks until the other side has room for it."""
     data = json.dumps(message).encode()
     packet = _LENGTH.pack(len(data)) + data
     sent = socket.send_fds(sock, [packet], list(fds)) if fds else 0
@@ -44,7 +44,7 @@ def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, .
 
 
 def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next message and its file descriptors, or None when the other side has closed."""
+    """Return the next message and its file descriptors; None if the other side has closed."""
     head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, 8)
     if not head:
         return None
@@ -59,7 +59,7 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
     while len(data) < size:
         piece = sock.recv(size - len(data))
         if not piece:
-            raise ConnectionError("the other side ended inside a message")
+            raise ConnectionError("the other side closed the connection inside a message")
         data += piece
     return bytes(data)
 
@@ -67,20 +67,21 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-# A launcher that is silent for so long counts as dead, here and on the nodes' own streams; it pings every second.
+# A launcher that is silent for so long counts as dead, here and on the nodes' own streams. It pings every second.
 LAUNCHER_PATIENCE_S = 8.0
-# The launcher died: its nodes see their streams close and stop; those that do not are made to, after so long.
+# When the launcher has died, its nodes see their streams close and stop. Those that do not are killed after so long.
 ORPHAN_S = 5.0
-_ORPHAN_TERM = 0.8  # of that time: SIGTERM
+_ORPHAN_TERM = 0.8  # share of that time after which they get SIGTERM
 
 
 class TemplateProcess:
-    """One per run; `serve` ends when the launcher says goodbye, is dead or silent, and all nodes are gone."""
+    """The template process. `serve` ends after the launcher says goodbye, dies or is silent for too long."""
 
     def __init__(self, control: socket.socket, launcher_pid: int, orphan_s: float, socket_dir: str) -> None:
-        """
+        """Prepare to serve the launcher on the socket `control`.
+
         Raises:
-            ProcessLookupError: the launcher has ended.
+            ProcessLookupError: the launcher has already ended.
         """
         self._control = control
         self._orphan_s = orphan_s
@@ -114,7 +115,7 @@ class TemplateProcess:
                 silent_ticks += 1
             if silent_ticks == TICKS:
                 self._clean_up(is_orderly=False)
-                sys.exit(f"lp_pipe: the launcher was silent for {LAUNCHER_PATIENCE_S} s: its nodes were taken down")
+                sys.exit(f"lp_pipe: the launcher was silent for {LAUNCHER_PATIENCE_S} s, so its nodes were ended")
             if self._wake.fileno() in ready:
                 self._wake.recv(4096)
                 self._reap()
@@ -127,7 +128,7 @@ class TemplateProcess:
         self._clean_up(is_orderly=self._is_done)
 
     def close(self) -> None:
-        """For `python -X dev`, which names each socket that nobody has closed."""
+        """Close all sockets, since `python -X dev` warns about open ones."""
         signal.set_wakeup_fd(-1)
         for end in (self._control, self._wake, self._wake_write):
             end.close()
@@ -147,7 +148,7 @@ class TemplateProcess:
         parent = os.getpid()
         try:
             pid = os.fork()
-        except OSError as error:  # of which the other nodes must not die
+        except OSError as error:  # must not end the other nodes
             self._tell({"event": "not started", "node": message["node"], "why": _why_no_fork(error)})
         else:
             if pid == 0:
@@ -158,13 +159,13 @@ class TemplateProcess:
             os.close(fd)
 
     def _become_node(self, message: dict[str, Any], fds: list[int], parent: int) -> NoReturn:
-        """In the child: never returns, whatever happens."""
+        """Become the node, in the forked child. Never returns."""
         try:
             _die_with(parent)
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            # As in a fresh interpreter, also for what the node starts. A session of its own: Ctrl+C never comes here.
+            # As in a fresh interpreter, also for processes that the node starts. Ctrl+C does not reach this session.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.dup2(fds[0], 1)
             os.dup2(fds[1], 2)
@@ -178,13 +179,13 @@ class TemplateProcess:
             from lp_pipe.launch.processes.node_main import main
 
             status = main(message["node"], message["endpoint"], message["attempt"], is_forked=True)
-        except BaseException:  # nothing may escape into the template's own loop
+        except BaseException:  # an exception must not return into the template's loop
             sys.excepthook(*sys.exc_info())
             status = 1
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(status)  # no finalization: it would copy the pages that nodes share, and abort in threads of torch
+        os._exit(status)  # finalization would copy the pages that nodes share, and abort in threads of torch
 
     def _signal_node(self, message: dict[str, Any], fds: list[int]) -> None:
         for pid, node in self._nodes.items():
@@ -192,10 +193,10 @@ class TemplateProcess:
                 signal_all([pid, *tree_of(pid)] if message["tree"] else [pid], message["signal"])
 
     def _suspend_nodes(self, message: dict[str, Any], fds: list[int]) -> None:
-        """The launcher is about to be; this process stays awake, or nobody would end the nodes if it were killed."""
+        """Stop all nodes, since the launcher is about to be stopped. This process keeps watching the launcher."""
         self._is_suspended = True
         asleep: set[int] = set()
-        while new := {*self._nodes, *tree_of(os.getpid())} - asleep:  # they may be starting others
+        while new := {*self._nodes, *tree_of(os.getpid())} - asleep:  # repeat, since they may be starting others
             signal_all(new, signal.SIGSTOP)
             asleep |= new
 
@@ -207,18 +208,20 @@ class TemplateProcess:
         self._is_done = True
 
     def _reap(self) -> None:
-        ended: dict[int, int] = {}  # all that there are, for one look at the process tree
+        ended: dict[int, int] = {}  # collect all, to read the process tree only once
         with contextlib.suppress(ChildProcessError):
             while (child := os.waitpid(-1, os.WNOHANG)) != (0, 0):
                 ended.update([child])
-        nodes = {pid: self._nodes.pop(pid) for pid in ended if pid in self._nodes}  # others: orphaned grandchildren
+        nodes = {
+            pid: self._nodes.pop(pid) for pid in ended if pid in self._nodes
+        }  # the others are orphaned grandchildren
         if nodes:
             kill_all([member for member in tree_of(os.getpid()) if session_of(member) in nodes])
         for pid, node in nodes.items():
             self._tell({"event": "exited", "node": node, "status": ended[pid]})
 
     def _tell(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the launcher is gone; serve() notices
+        with contextlib.suppress(OSError):  # the launcher has died, which serve() notices
             send_message(self._control, message)
 
     def _clean_up(self, is_orderly: bool) -> None:
@@ -241,17 +244,17 @@ class TemplateProcess:
 
 
 def interpreter_flags() -> list[str]:
-    """This interpreter's flags for a new one that runs `-c`: -O, -W, -X dev.
+    """Return this interpreter's flags (-O, -W, -X dev) for a new one that runs `-c`, and -P.
 
-    -P, because with `-c` alone a json.py of the current folder comes before Python's own until sys.path is set; and
-    where that folder has been removed, Python 3.13.0 to 3.13.2 look there at each missing attribute of a module, and
-    raise a SystemError (https://github.com/python/cpython/issues/130932).
+    Without -P, a json.py in the current folder would come before Python's own until sys.path is set. And if that folder
+    has been removed, Python 3.13.0 to 3.13.2 look there at each missing attribute of a module, and raise a SystemError
+    (https://github.com/python/cpython/issues/130932).
     """
     return [*private_python.interpreter_flags(), "-P"]
 
 
 def _poll(*descriptors: int | None) -> select.poll:
-    """For when they can be read. Not select(), which takes no number above 1023; the launcher may have more open."""
+    """Return a poll object for reading. Not select(), which takes no descriptor above 1023; there may be more."""
     poll = select.poll()
     for descriptor in descriptors:
         if descriptor is not None:
@@ -263,23 +266,23 @@ def _why_no_fork(error: OSError) -> str:
     what = error.strerror or str(error)
     if error.errno == errno.EAGAIN:
         what = PROCESS_LIMIT_ADVICE
-    return f"the process could not be started: {what}"
+    return f"its process could not be started: {what}"
 
 
 def _pidfd(pid: int) -> int | None:
-    """None where there is no such thing: then the socket's end tells, or the launcher's silence."""
+    """Return a pidfd; None on systems without, where the socket's end or silence shows that the launcher died."""
     return os.pidfd_open(pid) if has_pidfd() else None
 
 
 def _die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent, the single-threaded template, ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above: that signal will never come
+    if os.getppid() != parent:  # the parent ended before the line above, so its signal will never come
         os._exit(1)
 
 
 def _set_process_name(name: str) -> None:
-    """As much of it as fits; no half of a letter, which no tool could read."""
+    """Set the process's name, cut to what fits, but not inside a character, which tools could not decode."""
     _prctl(_PR_SET_NAME, name.encode()[:15].decode(errors="ignore").encode())
 
 
@@ -300,7 +303,7 @@ def _exec_node(message: dict[str, Any]) -> NoReturn:
 
 
 def _reseed() -> None:
-    """Forked generators would repeat each other's numbers."""
+    """Reseed the random generators, which would give the same numbers in all forked nodes."""
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
@@ -309,23 +312,23 @@ def _reseed() -> None:
 
 
 def main(control_fd: int, launcher_pid: int, preload: list[str], orphan_s: float, socket_dir: str) -> None:
-    """Import what is asked for, then serve fork requests.
+    """Import the modules in `preload`, then serve fork requests.
 
-    orphan_s: what nodes have to end when the launcher has. socket_dir: is removed then.
+    orphan_s: how long nodes may take to end after the launcher has died. socket_dir: is removed at the end.
     """
     control = socket.socket(fileno=control_fd)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _set_process_name("lp:template")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in ("lp_pipe.launch.processes.node_main", "multiprocessing.reduction", *preload):
-        with contextlib.suppress(ImportError):  # the node that needs it will say so in its own words
+        with contextlib.suppress(ImportError):  # a node that needs it will report the error
             importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # the collector would touch, and so copy, every page that the children share
+    gc.freeze()  # otherwise a collection in a child would write to, and so copy, every shared page
     try:
         template = TemplateProcess(control, launcher_pid, orphan_s, socket_dir)
     except ProcessLookupError:
         shutil.rmtree(socket_dir, ignore_errors=True)
-        sys.exit("the launcher ended before its template process was up")
+        sys.exit("lp_pipe: the launcher ended before its template process was ready")
     with contextlib.closing(template):
         template.serve()

@@ -32,7 +32,7 @@ def test_a_template_whose_launcher_died_before_it_was_up_removes_the_runs_folder
         boot += "; main(fd, pid, [], 1.0, sys.argv[3])"
         command = [sys.executable, "-c", boot, str(theirs.fileno()), str(launcher.pid), str(folder)]
         done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "ended before its template process was up" in done.stderr
+    assert done.returncode == 1 and "the launcher ended before its template process" in done.stderr
     assert not folder.exists()
 
 
