@@ -1,4 +1,4 @@
-"""Where processes come from: plan, start, supervise, stop."""
+"""Launch a program: plan, start, supervise and stop its nodes."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from lp_pipe.launch.run_dir import new_run_dir as new_run_dir
 if TYPE_CHECKING:
     from lp_pipe.launch.elastic import ElasticRun as ElasticRun
     from lp_pipe.launch.elastic import launch_elastic as launch_elastic
-else:  # whose modules for several hosts take a tenth of a second; as in lp_pipe, hidden from what checks types
+else:  # lazy: the modules for several hosts take 0.1 s to import; hidden from type checkers, as in lp_pipe
 
     def __getattr__(name: str) -> Any:
         if name not in ("ElasticRun", "launch_elastic"):

@@ -1,4 +1,4 @@
-"""The end of the interpreter while programs run: a script waits for its programs, anything else stops them."""
+"""What happens to running programs when the interpreter ends: a script waits for them, any other process stops them."""
 
 import atexit
 import os
@@ -11,7 +11,7 @@ from lp_pipe.private_python import call_before_threads_are_joined, run_exit_func
 
 
 class _Launched(Protocol):
-    """A run."""
+    """The methods of a run that are needed at the interpreter's end."""
 
     def wait(self) -> None: ...
 
@@ -20,12 +20,12 @@ class _Launched(Protocol):
     def stop(self) -> None: ...
 
 
-active_runs: set[_Launched] = set()  # no WeakSet: a run that ends while one is looked through would break that off
-failed_runs: set[_Launched] = set()  # have ended, and the script has not been told: no wait(), no stop()
+active_runs: set[_Launched] = set()  # not a WeakSet: a run that ends during an iteration would break it off
+failed_runs: set[_Launched] = set()  # have ended without the script knowing: it has called neither wait() nor stop()
 
 
 def _forget_runs() -> None:
-    """Let a forked child, such as a DataLoader's worker, neither wait for the launcher's runs nor stop them."""
+    """Forget the launcher's runs in a forked child (a DataLoader's worker), which must not wait for or stop them."""
     active_runs.clear()
     failed_runs.clear()
 
@@ -36,15 +36,15 @@ _TEST_RUNNERS = {"unittest", "nose2", "trial"}
 
 
 def stop_active_runs() -> None:
-    """Stop every run in order, and return when nothing of them is left."""
+    """Stop all runs in order, and wait until they have ended."""
     for run in list(active_runs):
         run.stop()
 
 
 def _end_runs() -> None:
-    """Wait for the runs of a script that has ended normally, as Launchpad does; stop those of any other interpreter.
+    """Wait for the runs of a script that has ended normally, as Launchpad does. Stop those of any other interpreter.
 
-    A run that had failed before the script's end is reported like one that fails afterwards.
+    A run that has failed before the script's end is reported like one that fails afterwards.
     """
     if _is_at_end_of_script():
         status = max([_wait_for(run) for run in {*failed_runs, *active_runs}], default=0)
@@ -74,21 +74,21 @@ def _is_test_runner(main: ModuleType) -> bool:
 
 
 def _wait_for(run: _Launched) -> int:
-    """Return the exit status that the end of the run asks for; a failure is printed as an uncaught exception is."""
+    """Wait for a run and return its exit status. A failure is printed like an uncaught exception."""
     try:
         run.wait()
     except NodeError as error:
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
-    except KeyboardInterrupt as error:  # the run is down
+    except KeyboardInterrupt as error:  # the run has been stopped
         return getattr(error, "code", 130)
     return 0
 
 
 def _exit_with(status: int) -> None:
-    """Finish the interpreter's exit with this status, which Python offers no other way to set by now.
+    """Finish the interpreter's exit with this status, which cannot be set in any other way at this point.
 
-    Registered last, it runs first of the exit functions, so it runs the others itself.
+    It was registered last, so it is the first exit function to run, and runs the others itself.
     """
     atexit.unregister(_exit_with)
     run_exit_functions()
@@ -98,6 +98,6 @@ def _exit_with(status: int) -> None:
     os._exit(status)
 
 
-# Before the interpreter joins its threads, which atexit comes after: threads of nodes wait for the stop. And after
-# concurrent.futures has registered the same way (last come, first served), for its workers may wait for it too.
+# Must run before the interpreter joins its threads, because threads of nodes wait for the stop; atexit functions run
+# after that. Registered after concurrent.futures, and so called before it, because its workers may wait for the stop.
 call_before_threads_are_joined(_end_runs)

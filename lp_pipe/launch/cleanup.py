@@ -1,7 +1,7 @@
-"""Folders of ended runs, and what killed runs could not remove: both are bounded.
+"""Remove old folders of ended runs, and what killed runs could not remove, so that neither grows without bound.
 
-A run that is given no folder has one below the user's state folder. Of these, the newest KEPT_RUNS are kept; of the
-others those with metrics for a day, and those with checkpoints or other files of their nodes for 30 days.
+A run for which no folder is given has one below the user's state folder. The newest KEPT_RUNS of these are kept. Older
+ones are kept for a day if they have metrics, and for 30 days if they have checkpoints or other files of their nodes.
 """
 
 import contextlib
@@ -22,27 +22,27 @@ from lp_pipe.telemetry.run_folder import RunFolder
 KEPT_RUNS = 50
 _DAY_S = 86400.0
 _KEPT_METRICS_S, _KEPT_RESULTS_S = 1 * _DAY_S, 30 * _DAY_S
-_KEPT_ENTRIES = 50  # of killed runs, which `lp_pipe clean` is for
-_AT_MOST_S = 0.05  # a launch spends this on looking and removing; the next one goes on
+_KEPT_ENTRIES = 50  # entries of killed runs that are left to `lp_pipe clean`
+_AT_MOST_S = 0.05  # the most that a launch spends on this; the next launch continues
 _MADE_BY_LAUNCH = re.compile(r".+-\d{8}-\d{6}-(?P<pid>\d+)-\d{6}")
 
 
 def old_runs(parent: Path, kept: int = KEPT_RUNS) -> list[Path]:
     """Return the folders of runs below `parent` that need not be kept, oldest first.
 
-    Only folders that `launch` has named and that belong to this user; never a run that may still be live.
+    Only those that `launch` has named and that belong to this user, and never that of a run that may still be live.
     """
     return [path for path in _beyond(parent, kept) if _is_old(path)]
 
 
 def prune_runs(parent: Path) -> None:
-    """Remove old runs, as many as there is time for in a launch."""
+    """Remove folders of old runs, as many as a launch has time for."""
     with contextlib.suppress(OSError):
         if len(os.listdir(parent)) <= KEPT_RUNS:
             return
     deadline = time.monotonic() + _AT_MOST_S
     paths = _beyond(parent, KEPT_RUNS)
-    random.Random().shuffle(paths)  # or those that must stay would take all the time of every launch
+    random.Random().shuffle(paths)  # otherwise checking those that must stay could use up the time of every launch
     for path in paths:
         if _is_old(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -51,7 +51,7 @@ def prune_runs(parent: Path) -> None:
 
 
 def prune_entries() -> None:
-    """Remove the entries of killed runs beyond the newest, with their socket folders, if nothing of them lives."""
+    """Remove all but the newest entries of killed runs, with their socket folders, if no process of them lives."""
     dead = list(dead_entries().items())
     for path, record in dead[:-_KEPT_ENTRIES]:
         if not left_of(record):
@@ -60,16 +60,16 @@ def prune_entries() -> None:
 
 
 def left_of(record: RunRecord) -> list[int]:
-    """Return a dead run's processes that still live: with its mark, of this user, and not this very process.
+    """Return the living processes of a dead run: those with its mark that belong to this user, without this process.
 
-    root can read the environment of all.
+    The user is checked because root can read the environment of all processes.
     """
     found = marked(MARK, record.mark) if record.mark else []
     return [pid for pid in found if pid != os.getpid() and owner_of(pid) == os.getuid()]
 
 
 def has_socket_folder(record: RunRecord) -> bool:
-    """Whether its socket folder is still what it was: no link, of this user, and by its name one of lp_pipe's."""
+    """Return whether the run's socket folder is still a folder of this user, not a link, and named by lp_pipe."""
     with contextlib.suppress(OSError):
         found = os.lstat(record.socket_dir)
         is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
@@ -78,26 +78,26 @@ def has_socket_folder(record: RunRecord) -> bool:
 
 
 def remove_socket_folder(record: RunRecord) -> None:
-    """Remove a dead run's socket folder, if there is one."""
+    """Remove a dead run's socket folder, if it still exists."""
     if has_socket_folder(record):
         shutil.rmtree(record.socket_dir, ignore_errors=True)
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove the folder of a run that has left nothing in it."""
+    """Remove the folder of a run if it is empty."""
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
 def remove_if_unused(folder: Path) -> None:
-    """Remove a folder that was made for a run which could not be launched."""
+    """Remove the folder of a run that could not be launched, if it has neither a record nor results."""
     with contextlib.suppress(OSError):
         if not RunFolder(folder).record.exists() and not RunFolder(folder).results():
             shutil.rmtree(folder)
 
 
 def _beyond(parent: Path, kept: int) -> list[Path]:
-    """Return this user's folders that `launch` has named, but the `kept` that were changed last, oldest first."""
+    """Return this user's folders that `launch` has named, without the `kept` newest ones, oldest first."""
     found = []
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
@@ -110,13 +110,13 @@ def _beyond(parent: Path, kept: int) -> list[Path]:
 
 
 def _is_old(path: Path) -> bool:
-    """Whether the run in this folder has ended, and what its nodes left there is old enough to be removed."""
+    """Return whether the run in this folder has ended and its results are old enough to be removed."""
     try:
         if _may_be_live(path):
             return False
         results = RunFolder(path).results()
         changed = max([path.stat().st_mtime, *(one.lstat().st_mtime for one in results)])
-    except OSError:  # it cannot be read, or another launch has just removed it
+    except OSError:  # the folder cannot be read, or another launch has just removed it
         return False
     has_metrics_only = results == [RunFolder(path).metrics]
     kept_s = _KEPT_METRICS_S if has_metrics_only else _KEPT_RESULTS_S
@@ -124,10 +124,10 @@ def _is_old(path: Path) -> bool:
 
 
 def _may_be_live(path: Path) -> bool:
-    """Whether its launcher may run: where the run left no record, a process with the number in the folder's name."""
+    """Return whether the run's launcher may live. Without a record, the pid in the folder's name decides."""
     record = read_record(RunFolder(path).record)
     if record is None:
         named = _MADE_BY_LAUNCH.fullmatch(path.name)
         return named is not None and start_time(int(named["pid"])) != 0
-    # Of a host that shares this folder nothing can be said, unless its run has ended.
+    # A run of another host that shares this folder may live unless its record says that it has ended.
     return record.is_live or (record.ended is None and not record.is_here)

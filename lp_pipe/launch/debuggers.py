@@ -1,4 +1,4 @@
-"""Debuggers of nodes, as the user's terminal sees them (the node's end: processes/node_stdin.py)."""
+"""Connect the user's terminal to debuggers of nodes. The node's side is in processes/node_stdin.py."""
 
 import contextlib
 import os
@@ -17,25 +17,26 @@ _NEXT_PROMPT_S = 0.5  # a debugger that steps has it within milliseconds
 
 
 class LocalDebuggers:
-    """Lends the launcher's own terminal to the debuggers of its nodes, one at a time.
+    """Connects the launcher's own terminal to debuggers of its nodes, one at a time.
 
-    lend: gives what the debugger's text is written to, and keeps others from the terminal; None: there is none.
+    lend: returns a context manager for exclusive use of the terminal, which yields the stream to write to; None
+        if there is no terminal.
     """
 
     def __init__(self, run_dir: Path, lend: Callable[[], AbstractContextManager[TextIO] | None]) -> None:
         self._run_dir = run_dir
         self._lend = lend
-        self._left: set[str] = set()  # nodes whose debugger is left to `lp_pipe attach`
+        self._left: set[str] = set()  # nodes whose debuggers the user has left for `lp_pipe attach`
 
     def look(self) -> None:
-        """Lend the terminal to a node that waits in a debugger, until its code goes on."""
+        """Connect the terminal to a node that waits in a debugger, until the node's code goes on."""
         for node, facts in waiting_nodes(self._run_dir).items():
             terminal = self._lend() if node not in self._left and _is_in_foreground() else None
             if terminal is None or facts["host"] != socket.gethostname():
                 continue
             try:
                 session = DebuggerSession(self._run_dir, node)
-            except OSError:  # it has just gone on
+            except OSError:  # the node has just gone on
                 continue
             with contextlib.closing(session), terminal as stdout:
                 stdout.write(f"node {node} waits in a debugger at {facts['place']} (Ctrl+D leaves it waiting)\n")
@@ -47,7 +48,7 @@ class LocalDebuggers:
 
 
 def _is_in_foreground() -> bool:
-    """Return whether this process may read the terminal; the system stops one in the background that does."""
+    """Return whether this process may read the terminal. The system stops a background process that does."""
     try:
         return sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
     except (OSError, ValueError, AttributeError):  # closed
@@ -58,7 +59,7 @@ class DebuggerSession:
     """A connection to the debugger of one node.
 
     Raises:
-        OSError: the debugger does not listen any more, or is another user's.
+        OSError: the debugger no longer listens, or belongs to another user.
     """
 
     def __init__(self, run_dir: Path, node: str) -> None:
@@ -66,7 +67,7 @@ class DebuggerSession:
         try:
             self._connection.connect(waiting_nodes(run_dir).get(node, {}).get("socket", ""))
             if uid_of_peer(self._connection) not in (None, os.getuid()):
-                raise PermissionError(None, "it is another user's")
+                raise PermissionError(None, "the debugger belongs to another user")
         except OSError:
             self._connection.close()
             raise
@@ -75,14 +76,17 @@ class DebuggerSession:
         self._connection.close()
 
     def talk(self, stdin: TextIO, stdout: TextIO, *, stay: bool) -> str:
-        """Pass text and lines on; returns why it ended. stay: also while the node's code goes on."""
+        """Pass text to `stdout` and lines from `stdin` to the debugger; returns why that ended.
+
+        stay: go on after the node's code has resumed, and wait for its next debugger prompt.
+        """
         is_ready, is_at_end, typed = False, False, b""
         timeout_s = None
         while True:
             if is_ready and b"\n" in typed:
                 line, _, typed = typed.partition(b"\n")
                 is_ready = False
-                with contextlib.suppress(OSError):  # the end of the process comes next
+                with contextlib.suppress(OSError):  # the process has ended, which `_receive` shows next
                     self._connection.sendall(line + b"\n")
             if is_ready and is_at_end:
                 return "detached; the node still waits in its debugger"
@@ -102,7 +106,7 @@ class DebuggerSession:
                 stdout.write(data.replace(READY, b"").replace(RESUMED, b"").decode(errors="replace"))
                 stdout.flush()
             else:
-                new = os.read(stdin.fileno(), 4096)  # and no more than select knows of
+                new = os.read(stdin.fileno(), 4096)  # unbuffered, so that select sees what is left
                 is_at_end = not new
                 typed += new
 

@@ -1,4 +1,4 @@
-"""Which node would run where, with what, and over which channel it would speak to whom: in words, without any node."""
+"""Describe what a launch would do, without starting a node: hosts, resources, and the channels between nodes."""
 
 import dataclasses
 import os
@@ -20,7 +20,7 @@ from lp_pipe.launch.plan.placement import place_all
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.program import Program
 
-_KNOWN_AT_THE_START = ["", "# Chosen when it is started: names, the launcher's address and port, the secret."]
+_KNOWN_AT_THE_START = ["", "# Chosen at the start: names, the launcher's address and port, the secret."]
 
 
 def planned(
@@ -38,11 +38,11 @@ def planned(
     host_timeout: float = 7.0,
     sync: str | os.PathLike[str] | None = None,
 ) -> list[str]:
-    """Lines for people. In multi_host mode agents join, so that it is known what the hosts have, and end again.
+    """Return the plan as lines of text. In multi_host mode agents join, tell what their hosts have, and end again.
 
-    An engine that can say what it would start (`Engine.preview`) starts nothing: its text comes below.
+    An engine that can show what it would start (`Engine.preview`) starts nothing; its text follows the plan.
 
-    folder: for what the agents print.
+    folder: for the agents' output.
 
     Raises: as `launch`.
     """
@@ -75,7 +75,7 @@ def planned(
 
 
 def _promised(offer: HostOffer) -> Hardware:
-    """As if it were there; what the offer does not say is taken to be as on this host."""
+    """Return the hardware that the offer promises. What it does not say is assumed to be as on this host."""
     here = this_host()
     cpus = here.cpus if offer.cpus is None else tuple(range(offer.cpus))
     memory = here.memory_bytes if offer.memory is None else offer.memory
@@ -83,16 +83,18 @@ def _promised(offer: HostOffer) -> Hardware:
 
 
 def _without_labels(nodes: Sequence[NodeSpec]) -> tuple[list[NodeSpec], list[str]]:
-    """The hosts that are to come may have any; what is to be said of that."""
+    """Return the nodes without the labels they ask for, since the future hosts' labels are unknown, and a remark."""
     free = [dataclasses.replace(one, resources=dataclasses.replace(one.resources, host_labels=())) for one in nodes]
     asking = dict.fromkeys(one.label for one in nodes if one.resources.host_labels)
-    remark = f"# As if every host had the labels that {', '.join(asking)} want: they are known when it has started."
+    remark = (
+        f"# Assumes that every host has the labels that {', '.join(asking)} want; known only once agents have joined."
+    )
     return free, [remark] if asking else []
 
 
 def _sources(tree: SourceTree) -> list[str]:
     size = sum(file.size for file in tree.files)
-    return [f"sources: {len(tree.files)} files, {size} bytes of {tree.root}, as far as a host lacks them"]
+    return [f"sources: {len(tree.files)} files, {size} bytes of {tree.root}; each host gets those that it lacks"]
 
 
 def _nodes(places: Mapping[str, HostPlacement]) -> Iterator[str]:

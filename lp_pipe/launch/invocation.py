@@ -1,4 +1,4 @@
-"""The command that launches a run, with its flags, and the sources and versions that the run has."""
+"""Facts for a run's record: the command that launched it, its flags, the versions and the state of the sources."""
 
 import contextlib
 import functools
@@ -21,8 +21,8 @@ _GIT_PATIENCE_S = 2.0
 class Invocation:
     """A command that launches a run.
 
-    argv: the whole command. target, options: what `lp_pipe launch` was given; "" and nothing in a script.
-    program_flags: what the program itself was given.
+    argv: the whole command. target, options: the arguments of `lp_pipe launch`; empty in a script.
+    program_flags: the arguments of the program itself.
     """
 
     argv: tuple[str, ...]
@@ -32,23 +32,23 @@ class Invocation:
 
     @property
     def is_command(self) -> bool:
-        """Whether `lp_pipe launch` launches the run, and not a script."""
+        """Whether `lp_pipe launch` launches the run. Otherwise a script does."""
         return bool(self.target)
 
     @property
     def flags(self) -> dict[str, Any]:
-        """What run.json says of it."""
+        """The value of "flags" in run.json."""
         return {"target": self.target, "options": dict(self.options), "program": list(self.program_flags)}
 
 
 def current_invocation() -> Invocation:
-    """Return the command that `invoked_by` has set, or else this script's."""
+    """Return the command that `invoked_by` has set, by default this script's."""
     return _current or Invocation(script_arguments(), script_arguments()[1:])
 
 
 @contextlib.contextmanager
 def invoked_by(invocation: Invocation) -> Iterator[None]:
-    """Let what is launched in the body be recorded as launched by this command."""
+    """Record runs that are launched in the body as launched by this command."""
     global _current
     before, _current = _current, invocation
     try:
@@ -61,14 +61,14 @@ _current: Invocation | None = None
 
 
 def current_folder() -> str:
-    """Return the current folder without links; "" where it was removed."""
+    """Return the current folder without links; "" if it was removed."""
     with contextlib.suppress(OSError):
         return os.path.realpath(os.getcwd())
     return ""
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what a run's results may depend on."""
+    """Return the versions of Python, lp_pipe and a loaded torch, on which a run's results may depend."""
     found = {"python": platform.python_version(), "lp_pipe": _own_version()}
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -85,10 +85,10 @@ def _own_version() -> str:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Return {"commit", "dirty"} of the sources: where the script is, or the current folder.
+    """Return {"commit", "dirty"} of the sources in the script's folder or the current one.
 
-    None outside of a git repository, and where git does not answer soon. Takes milliseconds: call it from a thread.
-    Asked once in a process, whose modules are those of its start.
+    None outside of a git repository, or if git does not answer soon. Takes milliseconds: call it from a thread. git is
+    asked only once per process, since a process keeps the modules that it has imported.
     """
     script = Path(script_arguments()[0] or ".")
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Code that must not launch anything: a file that is being imported for its program."""
+"""Forbid launches while a file is imported for the program that it defines."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ _why: str | None = None
 
 @contextmanager
 def launches_refused(why: str) -> Iterator[None]:
-    """In the body, in every thread of the process, a launch is a LaunchError that says why."""
+    """Make every launch in the body, in any thread of the process, raise a LaunchError with the text `why`."""
     global _why
     before, _why = _why, why
     try:
@@ -20,9 +20,6 @@ def launches_refused(why: str) -> Iterator[None]:
 
 
 def check_not_refused() -> None:
-    """
-    Raises:
-        LaunchError: inside of `launches_refused`.
-    """
+    """Raise LaunchError inside of `launches_refused`."""
     if _why is not None:
         raise LaunchError(_why)

@@ -1,4 +1,4 @@
-"""A node's failure for people: short enough to be read, with the way to everything else."""
+"""Short reports of node failures, with the places of the full tracebacks and logs."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from lp_pipe.launch.invocation import current_invocation
 from lp_pipe.telemetry.run_folder import RunFolder
 from lp_pipe.telemetry.tracebacks import fold_traceback, folded_message, notes, shortened
 
-MAX_LINES = 13  # two less than a report may have: the run's folder, and how to go on from its checkpoints, come below
+MAX_LINES = 13  # the run's folder and how to go on from its checkpoints follow, in two more lines
 _MAX_MESSAGE_LINES = 3
 _MAX_NOTES = 3
 _MAX_CRASH_OUTPUT = 3
@@ -25,10 +25,12 @@ _WORTH_NAMING = ("checkpoint*", "metrics.jsonl")
 
 
 def save_failure(coordinator: Coordinator) -> None:
-    """Keep all failures in the run's folder, whole; without any, remove those of an earlier run in this folder."""
+    """Write all failures to the run's folder. Without failures, remove those of an earlier run in this folder."""
     errors = coordinator.failures()
     path = coordinator.plan.folder.failures
-    with contextlib.suppress(OSError):  # the folder was removed, its disk is full: the report goes without it
+    with contextlib.suppress(
+        OSError
+    ):  # the folder was removed, or its disk is full; the report then does not mention the file
         path.unlink(missing_ok=True)
         if errors:
             text = "\n\nLater:\n\n".join(str(error) for error in errors)
@@ -36,7 +38,7 @@ def save_failure(coordinator: Coordinator) -> None:
 
 
 def described_failure(coordinator: Coordinator, host: Host) -> NodeError | None:
-    """The first failure of a run that is over, with its report."""
+    """Return the first failure of an ended run, with its report; None if there is none."""
     errors = coordinator.failures()
     if not errors:
         return None
@@ -61,7 +63,7 @@ def described_failure(coordinator: Coordinator, host: Host) -> NodeError | None:
 
 
 def closing_lines(folder: RunFolder) -> str:
-    """Return where the run's folder is, and below it how to go on from its checkpoints, if there are any."""
+    """Return the line about the run's folder and, if it has checkpoints, a line on how to go on from them."""
     if not folder.has_checkpoints():
         return run_folder(folder)
     run_dir = str(shown(folder.path))
@@ -73,20 +75,20 @@ def closing_lines(folder: RunFolder) -> str:
 
 
 def run_folder(folder: RunFolder) -> str:
-    """Return where it is, and what was saved in it."""
+    """Return the line about the run's folder and what was saved in it."""
     saved = sorted(path.name for pattern in _WORTH_NAMING for path in folder.path.glob(pattern))
     contents = f" (with {', '.join(saved)})" if saved else ""
     return f"run folder {shown(folder.path)}{contents}"
 
 
 def shown(path: str | Path) -> Path:
-    """Relative where it lies below the current folder."""
+    """Return the path relative to the current folder, if it is below it."""
     here, path = Path(os.path.realpath(_here())), Path(path)
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _here() -> Path:
-    """The current folder; where that was removed, one that nothing is in: a failure must be told even so."""
+    """Return the current folder. If it was removed, return a path that nothing is below, so that reports still work."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -104,10 +106,10 @@ def failure_report(
     traceback_path: Path | None = None,
     folder: Path | None = None,
 ) -> str:
-    """At most MAX_LINES lines: which node, what happened, in which of the user's lines, where to read on.
+    """Return at most MAX_LINES lines: the node, what happened, in which of the user's lines, and where to read on.
 
-    last_lines: what the node printed last; shown when it left no traceback, because its process was killed.
-    folder: file names below it are shown relative to it.
+    last_lines: the node's last output, shown if it left no traceback because its process was killed.
+    folder: paths below it are shown relative to it.
     """
     where = f" on {host}" if host else ""
     said = error.message.splitlines()
@@ -132,12 +134,14 @@ def failure_report(
 
 
 def _crash(error: NodeError, stack: list[str], room: int) -> list[str]:
-    """Show what the process printed last, and the Python stack of the crash, from its innermost frame outwards."""
+    """Return the process's last output and the Python stack of the crash, innermost frame first."""
     printed, _, _ = error.remote_traceback.partition("Traceback (most recent call last):")
     lines = [line.strip() for line in printed.splitlines()[1:] if line.strip()]
     output = ["  its last lines:", *(f"    {shortened(line)}" for line in lines[-_MAX_CRASH_OUTPUT:])] if lines else []
     frames = [line.strip() for line in reversed(stack)]
-    is_below = len(frames) > 1 and frames[0].startswith("…")  # in a library that the user's code has called
+    is_below = len(frames) > 1 and frames[0].startswith(
+        "…"
+    )  # the crash was in a library that the user's code had called
     below = f", {frames.pop(0).removeprefix('… ')} further in" if is_below else ""
     return [*output, f"  where it crashed{below}, innermost call first:", *_first(frames, room - len(output) - 1)]
 
@@ -156,7 +160,7 @@ def _last_output(error: NodeError, last_lines: Sequence[str]) -> list[str]:
 
 
 def _shortest(lines: list[str], room: int) -> list[str]:
-    """The first lines and, of more interest, the last ones."""
+    """Shorten to the first lines and the last ones, which say more."""
     if len(lines) <= room:
         return lines
     kept = room - _KEPT_OUTER_LINES - 1
@@ -165,9 +169,11 @@ def _shortest(lines: list[str], room: int) -> list[str]:
 
 
 def print_reports() -> None:
-    """Use the report from now on, if Python's own hook is in place: debuggers, notebooks, error trackers keep theirs.
+    """Print the short report for an uncaught NodeError, in place of the launcher's and the node's long tracebacks.
 
-    It stays after the run, whose failure may leave the script at any later time.
+    Replaces only Python's own hook, so that debuggers, notebooks and error trackers keep theirs. The hook stays after
+    the run, since its failure may be raised out of the script at any later time. `str(error)` and failure.txt in the
+    run's folder have the whole remote traceback.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_exception
@@ -177,5 +183,5 @@ def _print_exception(kind: type[BaseException], error: BaseException, trace: Tra
     is_plain = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
     if isinstance(error, NodeError) and error.report and is_plain and sys.stderr is not None:
         print(error.report, file=sys.stderr, flush=True)
-    else:  # everything else, and a failure that belongs to the story of another error
+    else:  # another exception, or a failure with a cause or context
         sys.__excepthook__(kind, error, trace)

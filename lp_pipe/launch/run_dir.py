@@ -1,4 +1,4 @@
-"""The folder of a run: a new one among its user's, or the one that was asked for, if no other run is there."""
+"""Choose and make the folder of a run."""
 
 import logging
 import os
@@ -14,36 +14,36 @@ from lp_pipe.telemetry.run_folder import RunFolder
 
 _log = logging.getLogger(__name__)
 
-_MOST_NAME_BYTES = 150  # of the program's name in its run's folder; file systems take 255 in all
+_MOST_NAME_BYTES = 150  # of the program's name in its run's folder; file systems allow names of 255 bytes
 
 
 def make_run_dir(name: str, asked: str | os.PathLike[str] | None) -> Path:
-    """The folder of a run: what was asked for, or a new one.
+    """Make the folder of a run, `asked` or a new one, and return its absolute path.
 
     Raises:
-        LaunchError: it cannot be made, or a run is there that has not ended.
+        LaunchError: the folder cannot be made, or a run in it has not ended.
     """
-    folder = new_run_dir(_usual_runs_said(), name) if asked is None else Path(asked)
+    folder = new_run_dir(_usual_runs_with_warning(), name) if asked is None else Path(asked)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # a home folder that is not there or cannot be written, as in some containers
-        hint = "set LP_PIPE_RUNS to one where runs may be, or say run_dir=" if asked is None else "give another one"
-        raise LaunchError(f"the run's folder {folder} cannot be made ({error.strerror}): {hint}") from None
+    except OSError as error:  # such as a missing or read-only home folder, as in some containers
+        hint = "set LP_PIPE_RUNS to a writable folder, or give run_dir=" if asked is None else "give another one"
+        raise LaunchError(f"cannot make the run's folder {folder} ({error.strerror}): {hint}") from None
     folder = folder.resolve()
-    if asked is None and not os.environ.get("LP_PIPE_RUNS"):  # a folder that the user chose is the user's to clean
+    if asked is None and not os.environ.get("LP_PIPE_RUNS"):  # folders that the user has chosen are not cleaned
         prune_runs(folder.parent)
     other = read_record(RunFolder(folder).record)
-    # Both would write the same logs, and prune each other's checkpoints.
+    # Two runs in one folder would write the same logs and remove each other's checkpoints.
     if other is not None and other.control and other.is_live:
         raise LaunchError(
-            f"run_dir {folder}: program {other.program!r} (process {other.pid}) still runs there: stop it, or give "
-            "another folder"
+            f"run_dir {folder} is in use: program {other.program!r} (process {other.pid}) still runs there: stop it, "
+            "or give another folder"
         )
     return folder
 
 
 def new_run_dir(parent: Path, name: str) -> Path:
-    """A name for a run's folder that sorts by time and is new."""
+    """Return the path of a new folder for a run, whose name sorts by time."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     safe = "".join(char if char.isalnum() or char in "-_" else "_" for char in name)
     safe = safe.encode()[:_MOST_NAME_BYTES].decode(errors="ignore")
@@ -51,7 +51,7 @@ def new_run_dir(parent: Path, name: str) -> Path:
 
 
 def usual_runs() -> Path:
-    """Return where a script's runs have their folders.
+    """Return the parent folder of runs for which no folder is given.
 
     Raises:
         LaunchError: as `state_folder`.
@@ -60,17 +60,17 @@ def usual_runs() -> Path:
     return Path(named) if named else state_folder() / "runs"
 
 
-def _usual_runs_said() -> Path:
+def _usual_runs_with_warning() -> Path:
     folder = usual_runs()
     if is_temporary(folder):
-        _say_that_runs_are_temporary(folder)
+        _warn_that_runs_are_temporary(folder)
     return folder
 
 
 @cache
-def _say_that_runs_are_temporary(folder: Path) -> None:
+def _warn_that_runs_are_temporary(folder: Path) -> None:
     _log.warning(
-        "there is no home folder that can be written: runs have their folders in %s, which the system may delete; "
-        "set LP_PIPE_RUNS or XDG_STATE_HOME to have them elsewhere",
+        "there is no writable home folder: folders of runs are in %s, which the system may delete; set LP_PIPE_RUNS or "
+        "XDG_STATE_HOME to keep them elsewhere",
         folder,
     )

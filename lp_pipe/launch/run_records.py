@@ -1,7 +1,7 @@
-"""Which runs of this user there are: one file each in a private folder, and `run.json` in each run's own folder.
+"""Records of this user's runs: one file each in a private folder, and `run.json` in each run's own folder.
 
-The private folder is always below the user's state folder, and not in $XDG_RUNTIME_DIR: a run that cron has started
-and the terminal that asks for it must agree on it, and only some of them have that variable.
+The private folder is always below the user's state folder. $XDG_RUNTIME_DIR is not used, because cron does not set it,
+and a run that cron has started must use the same folder as the terminal from which the user looks for it.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from lp_pipe.telemetry.whole_file import write_whole
 
 @dataclass(frozen=True)
 class RunRecord:
-    """How a run was launched and how it ended; and what another process must know to ask it, and to clean up after it.
+    """How a run was launched and how it ended, and what other processes need to reach it and to clean up after it.
 
-    pid: the launcher's; a pid alone may be another process's by now, so its `start_time` is kept with it.
-    started, ended: seconds since the epoch; `ended` and what follows it is only ever set in the run's own folder.
-    control: where it answers (see control.py), inside `socket_dir`; "" for a run that is not listed.
-    mark: the value of LP_PIPE_TEMPLATE that its node processes carry; "" in thread mode.
-    argv: the command that launched it. flags: of `lp_pipe launch` the "target" and the "options", and what the
-        "program" was given. cwd, terminal: where it was launched.
-    versions: of python, lp_pipe and, where it was imported, torch. git: "commit" and "dirty" of the sources.
-    parent: the run in the same folder that this one goes on from: when and how it was launched and ended.
+    pid, pid_started: of the launcher. A later process may have the same pid, but not the same start time.
+    started, ended: seconds since the epoch. `ended` and the fields after it are set only in the run's own folder.
+    control: the endpoint where the run answers (see control.py), inside `socket_dir`; "" for a run that is not listed.
+    mark: the value of LP_PIPE_TEMPLATE in its node processes' environment; "" in thread mode.
+    argv: the command that launched it. flags: the "target" and "options" of `lp_pipe launch`, and the arguments of the
+        "program". cwd, terminal: where it was launched.
+    versions: of python, lp_pipe and, if it was imported, torch. git: "commit" and "dirty" of the sources.
+    parent: the earlier run in the same folder that this one continues: when and how it was launched and ended.
     outcome: "done", "stopped", "failed" or "interrupted". exit_status: as of `lp_pipe launch`. failure: the first
         line of the first failure.
     """
@@ -65,12 +65,12 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The last part of the run's folder."""
+        """The name of the run's folder."""
         return Path(self.run_dir).name
 
     @property
     def is_here(self) -> bool:
-        """Whether it runs, or ran, on this host; of others (a shared home) nothing can be said."""
+        """Whether it was launched on this host. With a shared home, other hosts' runs have records here, too."""
         return self.host == socket.gethostname()
 
     @property
@@ -78,12 +78,12 @@ class RunRecord:
         return self.ended is None and self.is_here and start_time(self.pid) == self.pid_started
 
     def as_parent(self) -> dict[str, Any]:
-        """Return what the record of a run that goes on from this one says of it."""
+        """Return the field `parent` for the record of a run that continues this one."""
         return {name: getattr(self, name) for name in ("started", "ended", "outcome", "failure", "argv", "git")}
 
 
 class Outcome(NamedTuple):
-    """The end of a run: see RunRecord."""
+    """How a run ended; the fields are those of RunRecord."""
 
     outcome: str
     exit_status: int
@@ -91,16 +91,16 @@ class Outcome(NamedTuple):
 
 
 class Entry:
-    """A run's two files: the one among the live runs is removed at its end, the one in its own folder stays.
+    """A run's two files. The one in the folder of live runs is removed at its end; the one in its own folder stays.
 
-    Any thread may call it.
+    Any thread may call the methods.
     """
 
     def __init__(self, record: RunRecord) -> None:
-        """Write both, or none; of a run that is not listed only the one in its own folder.
+        """Write both files or none. A run that is not listed has only the one in its own folder.
 
         Raises:
-            OSError: a folder cannot be written, or the folder of live runs is another user's.
+            OSError: a folder cannot be written, or the folder of live runs belongs to another user.
         """
         self._record = record
         self._lock = threading.Lock()
@@ -123,7 +123,7 @@ class Entry:
             _write(self._record.folder.record, self._record)
 
     def end(self, when: float, outcome: Outcome) -> None:
-        """Write that the run is over; `when` in seconds since the epoch."""
+        """Record the end of the run at `when`, in seconds since the epoch."""
         self.add(ended=when, **outcome._asdict())
         if self._live is not None:
             with contextlib.suppress(OSError):
@@ -131,26 +131,26 @@ class Entry:
 
 
 def live_folder() -> Path:
-    """$XDG_STATE_HOME/lp_pipe/live."""
+    """Return the folder of live runs, $XDG_STATE_HOME/lp_pipe/live."""
     return state_folder() / "live"
 
 
 def entries() -> dict[Path, RunRecord]:
-    """Every run of this host that has an entry, live or dead, oldest first."""
+    """Return all runs of this host that have an entry, live or dead, oldest first."""
     found = dict(_readable(live_folder()))
     return dict(sorted(found.items(), key=lambda item: item[1].started))
 
 
 def dead_entries() -> dict[Path, RunRecord]:
-    """Those whose launchers were killed. One that ends in order takes its entry back, maybe just after it was read."""
+    """Return the entries of killed launchers. A run that ends in order removes its entry, maybe just after the read."""
     return {path: record for path, record in entries().items() if not record.is_live and path.exists()}
 
 
 def read_record(path: Path) -> RunRecord | None:
-    """Return what such a file says; None when there is none, or none of ours.
+    """Read a record; None if there is no file, or if it is not a valid record.
 
-    Any user may have written the one in a run's folder. A server at `control` is believed, so it must be a unix
-    socket, of which the kernel says whose it is. Fields that only a later version knows are left out.
+    Any user may have written the one in a run's folder. Since what the server at `control` says is trusted, `control`
+    must be a unix socket, whose owner the kernel can tell. Fields that only a later version knows are ignored.
     """
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
@@ -161,7 +161,7 @@ def read_record(path: Path) -> RunRecord | None:
 
 
 def record_in(folder: Path) -> RunRecord | None:
-    """Return the record of the run in this folder, which may have been moved since."""
+    """Return the record of the run in this folder, with `run_dir` corrected, since the folder may have been moved."""
     record = read_record(RunFolder(folder).record)
     return record and replace(record, run_dir=str(folder.resolve()))
 
@@ -174,7 +174,7 @@ def _readable(folder: Path) -> Iterator[tuple[Path, RunRecord]]:
 
 
 def _write(path: Path, record: RunRecord) -> None:
-    """Whole or not at all: others read it at any time."""
+    """Write the file as a whole, because other processes may read it at any time."""
     write_whole(path, json.dumps(asdict(record), indent=1, default=str) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Ctrl+C, SIGTERM and SIGHUP at the launcher: once, an ordered stop; twice, the end at once. Ctrl+Z: all sleep."""
+"""Signals at the launcher: a first Ctrl+C, SIGTERM or SIGHUP stops in order, a second at once. Ctrl+Z suspends all."""
 
 import contextlib
 import logging
@@ -13,12 +13,12 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
-_WITH_OTHER_MEANINGS = (signal.SIGHUP, signal.SIGTSTP)  # "read the settings again", an editor's
+_WITH_OTHER_MEANINGS = (signal.SIGHUP, signal.SIGTSTP)  # scripts may use these for a reload, or as an editor does
 _NOTICED_WITHIN_S = 0.5
 
 
 class Terminated(KeyboardInterrupt, SystemExit):
-    """SIGTERM or SIGHUP at the launcher: like a Ctrl+C to `except`; a script that lets it pass ends with 143 or 129."""
+    """SIGTERM or SIGHUP at the launcher. `except` treats it like Ctrl+C; uncaught, the script exits with 143 or 129."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"received {signal.Signals(number).name}")
@@ -26,14 +26,14 @@ class Terminated(KeyboardInterrupt, SystemExit):
 
 
 class Interrupts:
-    """What signals do to one run: installed only from the main thread, restored when no run is left.
+    """Signal handling of one run. It is installed only from the main thread, and undone when no run is left.
 
-    A signal raises KeyboardInterrupt in the main thread, wherever it is; `wait()` and the `with` body let it pass on
-    once the nodes are down. While the main thread is inside a stop nothing is raised, or the stop would be left
-    half done: a first signal is raised after it, a further one calls `hurry`.
+    A signal raises KeyboardInterrupt in the main thread, wherever that is. `wait()` and the `with` body raise it once
+    the nodes are down. While the main thread is inside a stop nothing is raised, because that would leave the stop half
+    done: the first signal is raised after the stop, and a further one calls `hurry`.
 
-    suspend: what Ctrl+Z (SIGTSTP) does before this process is stopped; returns what to do once it goes on (`fg`, `bg`).
-        None: it is not to be stopped.
+    suspend: called at Ctrl+Z (SIGTSTP), before this process is stopped. Returns what to call when it goes on (`fg`,
+        `bg`), or None if this process must not be stopped.
     """
 
     def __init__(self, hurry: Callable[[], object], suspend: Callable[[], Callable[[], object] | None]) -> None:
@@ -42,7 +42,7 @@ class Interrupts:
         self._is_deferring = False
         self._deferred: KeyboardInterrupt | None = None
         self.received: int | None = None
-        self.is_impatient = False  # a second signal has come, maybe before the stop that the first one asked for
+        self.is_impatient = False  # whether a second signal has come, maybe before the stop of the first one began
 
     def install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -55,7 +55,7 @@ class Interrupts:
         _installed.append(self)
 
     def uninstall(self) -> None:
-        """This run is over. The main thread restores the handlers after the last one; until then they pass on."""
+        """End signal handling for this run. After the last run the main thread restores the previous handlers."""
         with contextlib.suppress(ValueError):
             _installed.remove(self)
         if not _installed and threading.current_thread() is threading.main_thread():
@@ -63,7 +63,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Keep signals out of the body; the first one is raised at its end."""
+        """Defer signals while the body runs; the first one is raised at its end."""
         if threading.current_thread() is not threading.main_thread() or self._is_deferring:
             yield
             return
@@ -77,9 +77,9 @@ class Interrupts:
             raise error
 
     def on_signal(self, number: int) -> bool:
-        """Note a signal; True when it is taken care of, and must not be raised where the main thread is.
+        """Record a signal. True if it is deferred or ignored, and must not be raised in the main thread now.
 
-        A terminal that is closed sends SIGHUP twice, itself and by its shell: further ones mean no haste.
+        Repeated SIGHUPs are ignored: a closed terminal sends two, its own and its shell's.
         """
         is_first = self.received is None
         if number == signal.SIGHUP and not is_first:
@@ -89,15 +89,15 @@ class Interrupts:
         if self._is_deferring and is_first:
             self._deferred = _exception(number)
         elif self._is_deferring:
-            # Not here: the main thread may hold the very lock that this takes.
+            # In a thread, because this handler may interrupt the main thread while it holds the lock that this takes.
             threading.Thread(target=self._hurry, name="hurry", daemon=True).start()
         return self._is_deferring
 
 
 class Latch:
-    """Open once and for ever; a signal that raises in the main thread's `wait`, at whatever line, hurts nobody.
+    """An event that can be set only once, and that stays usable after a signal handler raises in `wait`, at any line.
 
-    A threading.Event that is interrupted so may keep its lock, and then nobody can set it any more.
+    A threading.Event may then stay locked, so that no thread can set it any more.
     """
 
     def __init__(self) -> None:
@@ -106,16 +106,16 @@ class Latch:
         self._gate.acquire()
 
     def open(self) -> None:
-        """Called once."""
+        """Open the latch. Must be called only once."""
         self.is_open = True
         self._gate.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it is open, at the latest after `timeout` seconds; looks every half a second.
+        """Return whether it is open, at the latest after `timeout` seconds. Checks every half a second.
 
-        For a signal that comes while the main thread hands the interpreter's lock over, about to sleep, is only noted;
-        then nothing would wake it until the end (CPython 3.11, drop_gil: seen with many nodes that start at Ctrl+C).
-        And one that comes while this has the gate leaves it closed to others who wait.
+        A signal that arrives while the main thread gives up the interpreter's lock to sleep is only recorded, and would
+        not wake the thread (CPython 3.11, drop_gil: seen with many nodes that start at Ctrl+C). And a signal that
+        raises while this method holds the gate leaves it closed for other waiting threads.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.is_open:
@@ -141,24 +141,28 @@ def _handle(number: int, frame: FrameType | None) -> None:
         else:
             signal.raise_signal(number)
     elif number == signal.SIGTSTP:
-        # Not here: the main thread may hold a lock that this takes.
+        # In a thread, because the interrupted main thread may hold a lock that this takes.
         threading.Thread(target=_suspend, args=(list(_installed),), name="suspend", daemon=True).start()
-    elif not any([interrupts.on_signal(number) for interrupts in _installed]):  # a list: every run must hear of it
+    elif not any(
+        [interrupts.on_signal(number) for interrupts in _installed]
+    ):  # a list, not a generator: every run must get the signal
         raise _exception(number)
 
 
 def _suspend(runs: list[Interrupts]) -> None:
     if not _suspending.acquire(blocking=False):
-        return  # Ctrl+Z, twice
+        return  # a second Ctrl+Z
     with contextlib.ExitStack() as stack:
         stack.callback(_suspending.release)
         for interrupts in runs:
             resume = interrupts.suspend()
             if resume is None:
-                _log.warning("Ctrl+Z: the program goes on: its hosts would take a launcher that is stopped for dead")
+                _log.warning(
+                    "Ctrl+Z is ignored: the agents of this program's hosts would take a stopped launcher for dead"
+                )
                 return
             stack.callback(resume)
-        # To this thread, which then executes nothing any more before all threads go on.
+        # Sent to this thread, so that it executes nothing more until the process goes on.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
@@ -167,7 +171,7 @@ def _exception(number: int) -> KeyboardInterrupt:
 
 
 def _is_ours_to_take(number: int, before: Any) -> bool:
-    """Not what the script ignores (nohup), nor what may have another meaning to it."""
+    """Return whether to handle this signal: not if the script ignores it (nohup) or may use it for something else."""
     return before is signal.SIG_DFL if number in _WITH_OTHER_MEANINGS else before is not signal.SIG_IGN
 
 
@@ -175,13 +179,13 @@ def _restore() -> None:
     for number, before in list(_before.items()):
         if signal.getsignal(number) is _handle:
             signal.signal(number, before)
-    _before.clear()  # not before: a signal in between restores them, too
+    _before.clear()  # last, because a signal in between calls this function, too
 
 
 class _Fork(threading.local):
-    """A fork in this thread. The runs are the parent's: a child (multiprocessing's) ends at a SIGTERM as ever.
+    """Restores the previous handlers in a forked child, so that SIGTERM ends a child of multiprocessing as usual.
 
-    Signals are held back meanwhile: one that came before the child has its own handlers would be lost.
+    Signals are blocked during the fork, because one that came before the child's handlers are restored would be lost.
     """
 
     mask: set[int] | None = None

@@ -1,4 +1,4 @@
-"""Where this user's runs leave what other processes find, also where the account has no home folder."""
+"""This user's folders for state and caches, also for accounts without a home folder."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ def state_folder() -> Path:
     """Return `$XDG_STATE_HOME/lp_pipe`, by default below the home folder.
 
     Raises:
-        LaunchError: there is no home folder, and the folder that stands in for it is another user's.
+        LaunchError: there is no home folder, and the folder used instead belongs to another user.
     """
     return _folder("XDG_STATE_HOME", ".local/state")
 
@@ -28,12 +28,12 @@ def cache_folder() -> Path:
 
 
 def is_temporary(folder: Path) -> bool:
-    """Return whether a folder is below the one that stands in for a home folder."""
+    """Return whether a folder is below the temporary one that replaces a missing home folder."""
     return folder.is_relative_to(_instead_of_home())
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that this user alone may enter.
+    """Make a folder that only this user may enter.
 
     Raises:
         OSError: it cannot be made, or another user has made it.
@@ -48,7 +48,7 @@ def _folder(variable: str, below_home: str) -> Path:
     named = os.environ.get(variable)
     if named:
         return Path(named) / "lp_pipe"
-    with contextlib.suppress(RuntimeError):  # no HOME, and no such user in the system's list
+    with contextlib.suppress(RuntimeError):  # HOME is not set, and the system does not know the user
         folder = Path.home() / below_home / "lp_pipe"
         if _can_be_made(folder):
             return folder
@@ -59,8 +59,8 @@ def _folder(variable: str, below_home: str) -> Path:
             raise PermissionError(f"{instead} is a link")
     except OSError as error:
         raise LaunchError(
-            f"there is no home folder that can be written, and {instead} cannot be used in its place ({error}): "
-            f"set {variable} to a folder that can be written"
+            f"there is no writable home folder, and {instead} cannot be used instead ({error}): set {variable} to a "
+            "writable folder"
         ) from error
     return instead / Path(below_home).name.removeprefix(".")
 
@@ -73,5 +73,5 @@ def _can_be_made(folder: Path) -> bool:
 
 
 def _instead_of_home() -> Path:
-    """Return what all processes of this user use that have the same folder for temporary files."""
+    """Return the replacement for a home folder; the same for all of this user's processes with the same TMPDIR."""
     return Path(tempfile.gettempdir()) / f"lp_pipe-{os.getuid()}"

@@ -811,5 +811,5 @@ def test_a_launch_whose_folder_cannot_be_made_says_what_to_set(tmp_path: Path, m
     monkeypatch.delenv("LP_PIPE_RUNS", raising=False)
     with pytest.raises(lp.LaunchError, match=r"file/lp_pipe/runs/.* \(Not a directory\): set LP_PIPE_RUNS"):
         lp.launch(program, "thread")
-    with pytest.raises(lp.LaunchError, match=r"file cannot be made \(File exists\): give another one"):
+    with pytest.raises(lp.LaunchError, match=r"file \(File exists\)"):
         lp.launch(program, "thread", run_dir=tmp_path / "file")
