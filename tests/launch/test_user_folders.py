@@ -21,7 +21,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch, socket_home: Path) -> Path:
     monkeypatch.setenv("HOME", str(socket_home / "file" / "home"))
     for variable in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "LP_PIPE_RUNS"):
         monkeypatch.delenv(variable)
-    run_dir._say_that_runs_are_temporary.cache_clear()
+    run_dir._warn_that_runs_are_temporary.cache_clear()
     return socket_home / f"lp_pipe-{os.getuid()}"
 
 

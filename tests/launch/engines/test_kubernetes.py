@@ -112,21 +112,19 @@ def test_pods_are_watched_and_their_logs_are_followed(cluster: PretendCluster, t
             "Pending",
             {"waiting": {"reason": "ImagePullBackOff", "message": 'pulling image "train:1"'}},
             {},
-            'ImagePullBackOff: pulling image "train:1"; check --image, and that the cluster may pull it '
-            "(imagePullSecrets of its service account)",
+            r'ImagePullBackOff: pulling image "train:1"; .*--image.*imagePullSecrets.*',
         ),
         (
             "Failed",
             None,
             {"reason": "Evicted", "message": "The node was low on resource: memory."},
-            "Evicted: The node was low on resource: memory.; ask for what it needs, such as --hosts=2:memory_gib=32, "
-            "so that it is not the first to go",
+            r"Evicted: The node was low on resource: memory\.; .*--hosts=2:memory_gib=32.*",
         ),
         (
             "Failed",
             {"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
             {},
-            "OOMKilled; it used more memory than its limit: ask for more, such as --hosts=2:memory_gib=32",
+            r"OOMKilled; .*memory.*--hosts=2:memory_gib=32",
         ),
         (
             "Failed",
@@ -145,7 +143,9 @@ def test_a_pod_that_ends_says_how_and_what_to_do(
     cluster.set_status(0, phase, container, **status)
     if said is None:
         until(lambda: "ErrImagePull" in pod.last_lines()[0])
-    until(lambda: pod.how_it_ended() == said)
+        assert pod.how_it_ended() is None
+    else:
+        until(lambda: re.fullmatch(said, str(pod.how_it_ended())) is not None)
     running.close()
 
 
@@ -191,7 +191,7 @@ def test_an_answer_that_has_no_reason_is_quoted(cluster: PretendCluster, tmp_pat
     cluster.refuse["create secrets"] = Refusal(422, "Secret is invalid: because")
     assert "HTTP status 422: Secret is invalid: because" in failing(cluster, tmp_path)
     cluster.refuse["create secrets"] = Refusal(401, "Unauthorized")
-    assert "does not know who this is" in failing(cluster, tmp_path)
+    assert "(Unauthorized)" in failing(cluster, tmp_path)
 
 
 def test_an_api_server_that_does_not_answer(tmp_path: Path) -> None:
