@@ -13,7 +13,7 @@ from lp_pipe.pipeline.schedule import (
     replicated,
     verify,
 )
-from lp_pipe.pipeline.schedule.channels import Edge
+from lp_pipe.pipeline.schedule.channels import ScheduleEdge
 from lp_pipe.pipeline.schedule.forward import most_ahead
 from lp_pipe.pipeline.schedule.numbers_given import is_count
 
@@ -93,7 +93,7 @@ def _worker_count(stages: int | Sequence[int], chunks: int | None, schedule: str
     return pieces // per_worker
 
 
-def sufficient_credits(schedule: Schedule, edges: Sequence[Edge]) -> int:
+def sufficient_credits(schedule: Schedule, edges: Sequence[ScheduleEdge]) -> int:
     """Prove the schedule, with few messages in flight where that is enough (some need one per micro-batch).
 
     With half of the credits, because a sender that has run out may not go on before so many are back.
@@ -108,7 +108,7 @@ def sufficient_credits(schedule: Schedule, edges: Sequence[Edge]) -> int:
         return 2 * credits
 
 
-def _verify(schedule: Schedule, credits: int, edges: Sequence[Edge]) -> None:
+def _verify(schedule: Schedule, credits: int, edges: Sequence[ScheduleEdge]) -> None:
     verify(schedule, credits=credits, edges=edges)
     if edges:  # evaluation sends stashed values, too
         # Its order repeats itself after as many batches as there are workers.

@@ -10,7 +10,7 @@ from lp_pipe.pipeline.layers.model import Loss, LossWeight, OptimizerFactory, Sc
 from lp_pipe.pipeline.layers.model_names import ModelNames
 from lp_pipe.pipeline.ranks import Ranks
 from lp_pipe.pipeline.schedule import Schedule, replicated, verify
-from lp_pipe.pipeline.schedule.channels import Channels, Edge
+from lp_pipe.pipeline.schedule.channels import Channels, ScheduleEdge
 from lp_pipe.pipeline.schedule.registry import Registered, adopt
 from lp_pipe.pipeline.schedule.updates import Timing, Updates
 
@@ -35,7 +35,7 @@ class PipelineConfig:
     recompute: Any
     precision: str
     tied: tuple[tuple[str, ...], ...]  # by the names inside, all of each parameter that has several
-    edges: tuple[Edge, ...]
+    edges: tuple[ScheduleEdge, ...]
     shared_buffers: Mapping[str, str]  # by stages; with what to say if one writes to it
     replicas: tuple[int, ...]  # of each worker
     devices: tuple[str, ...]  # of each worker, as the user names them
@@ -136,7 +136,7 @@ def _proven(
     microbatches: int,
     chunks: int,
     credits: int,
-    edges: tuple[Edge, ...],
+    edges: tuple[ScheduleEdge, ...],
 ) -> Schedule:
     """registered: so that a function of the same name that is registered later is not mistaken for it."""
     made = replicated(name, replicas, microbatches, chunks)

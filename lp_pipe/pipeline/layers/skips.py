@@ -15,7 +15,7 @@ from lp_pipe.pipeline.layers.cuts import stage_of
 from lp_pipe.pipeline.layers.message import tensors_of
 from lp_pipe.pipeline.layers.model import FromFunction, Layer, Model, sources_of
 from lp_pipe.pipeline.layers.wrapper import Wrapper
-from lp_pipe.pipeline.schedule.channels import Edge
+from lp_pipe.pipeline.schedule.channels import ScheduleEdge
 from lp_pipe.private_torch import pytree
 
 
@@ -107,7 +107,7 @@ def popped_by(layers: Sequence[Any]) -> list[str]:
     return [skip.name for layer in layers for skip in _skips_of(layer) if isinstance(skip, Pop)]
 
 
-def skip_edges(sources: Sequence[Any], cuts: Sequence[int]) -> list[Edge]:
+def skip_edges(sources: Sequence[Any], cuts: Sequence[int]) -> list[ScheduleEdge]:
     """The channels of the values that pass from stage to stage, and of their gradients.
 
     Raises:
@@ -122,8 +122,8 @@ def skip_edges(sources: Sequence[Any], cuts: Sequence[int]) -> list[Edge]:
         if len(stages) < 2:
             raise PipelineError(f"Stash({name!r}) is never popped: add pp.Pop({name!r}, …) behind it")
     crossing = [(name, first, last) for name, (first, last) in ends.items() if first != last]
-    values = [Edge("value", first, last, (name,)) for name, first, last in crossing]
-    return values + [Edge("value gradient", last, first, (name,)) for name, first, last in crossing]
+    values = [ScheduleEdge("value", first, last, (name,)) for name, first, last in crossing]
+    return values + [ScheduleEdge("value gradient", last, first, (name,)) for name, first, last in crossing]
 
 
 def _seen_by_setup(source: Any) -> Any:

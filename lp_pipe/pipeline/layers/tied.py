@@ -17,7 +17,7 @@ from lp_pipe.pipeline.layers.cuts import stage_of
 from lp_pipe.pipeline.layers.model import FromFunction
 from lp_pipe.pipeline.layers.piece import Piece
 from lp_pipe.pipeline.layers.wrapper import unwrapped
-from lp_pipe.pipeline.schedule.channels import Edge, EdgeKind
+from lp_pipe.pipeline.schedule.channels import EdgeKind, ScheduleEdge
 from lp_pipe.private_torch import buffers_of, is_batch_norm
 
 Names = tuple[str, ...]  # of one parameter, in the order of the layers; the first one is what the optimizer sees
@@ -42,7 +42,7 @@ def tied_names(sources: Sequence[Any], pairs: Sequence[tuple[str, str]]) -> list
     return [tuple(name for name in parameters if name in group) for group in groups.values()]
 
 
-def tied_edges(groups: Sequence[Names], cuts: Sequence[int]) -> list[Edge]:
+def tied_edges(groups: Sequence[Names], cuts: Sequence[int]) -> list[ScheduleEdge]:
     """The channels on which gradients of tied parameters come to their owners, and new weights go back."""
     found: dict[tuple[EdgeKind, int, int], list[str]] = {}
     for names in groups:
@@ -50,7 +50,7 @@ def tied_edges(groups: Sequence[Names], cuts: Sequence[int]) -> list[Edge]:
         for position, holder in enumerate(holders[1:]):
             found.setdefault(("tied gradient", holder, holders[position]), []).append(names[0])
             found.setdefault(("tied weights", holders[0], holder), []).append(names[0])
-    return [Edge(*ends, tuple(names)) for ends, names in found.items()]
+    return [ScheduleEdge(*ends, tuple(names)) for ends, names in found.items()]
 
 
 def tie(

@@ -1,11 +1,10 @@
 """Which worker runs what in which order: schedules, their proof, and their simulation. Needs no torch."""
 
+from lp_pipe.pipeline.schedule.auto import search_schedule as search_schedule
 from lp_pipe.pipeline.schedule.compare import Compared as Compared
 from lp_pipe.pipeline.schedule.compare import Comparison as Comparison
 from lp_pipe.pipeline.schedule.compare import compare as compare
 from lp_pipe.pipeline.schedule.costs import Costs as Costs
-from lp_pipe.pipeline.schedule.csv_file import names_file as names_file
-from lp_pipe.pipeline.schedule.draw import to_text as to_text
 from lp_pipe.pipeline.schedule.dualpipev import dualpipev as dualpipev
 from lp_pipe.pipeline.schedule.forward import forward as forward
 from lp_pipe.pipeline.schedule.forward import forward_on as forward_on
@@ -19,18 +18,19 @@ from lp_pipe.pipeline.schedule.pipedream import pipedream as pipedream
 from lp_pipe.pipeline.schedule.pipedream import pipedream_2bw as pipedream_2bw
 from lp_pipe.pipeline.schedule.registry import default_chunks as default_chunks
 from lp_pipe.pipeline.schedule.registry import make_schedule as make_schedule
+from lp_pipe.pipeline.schedule.registry import names_file as names_file
 from lp_pipe.pipeline.schedule.registry import nearest_name as nearest_name
 from lp_pipe.pipeline.schedule.registry import register_schedule as register_schedule
 from lp_pipe.pipeline.schedule.registry import schedules as schedules
 from lp_pipe.pipeline.schedule.replicas import replicated as replicated
 from lp_pipe.pipeline.schedule.replicas import share as share
-from lp_pipe.pipeline.schedule.search import search_schedule as search_schedule
 from lp_pipe.pipeline.schedule.simulate import Span as Span
 from lp_pipe.pipeline.schedule.simulate import Timeline as Timeline
 from lp_pipe.pipeline.schedule.simulate import simulate as simulate
 from lp_pipe.pipeline.schedule.stash import peak_activations as peak_activations
-from lp_pipe.pipeline.schedule.svg import to_svg as to_svg
-from lp_pipe.pipeline.schedule.trace_events import to_trace_events as to_trace_events
+from lp_pipe.pipeline.schedule.timeline_svg import to_svg as to_svg
+from lp_pipe.pipeline.schedule.timeline_text import to_text as to_text
+from lp_pipe.pipeline.schedule.timeline_text import to_trace_events as to_trace_events
 from lp_pipe.pipeline.schedule.updates import Updates as Updates
 from lp_pipe.pipeline.schedule.updates import vertical_sync as vertical_sync
 from lp_pipe.pipeline.schedule.verify import verify as verify

@@ -16,7 +16,7 @@ _OPS: dict[EdgeKind, tuple[Op, ...]] = {
 }
 
 
-class Edge(NamedTuple):
+class ScheduleEdge(NamedTuple):
     """A channel between two stages that need not be neighbours. `names`: of the values or parameters it carries."""
 
     kind: EdgeKind
@@ -37,7 +37,7 @@ class Channels:
     """
 
     placement: tuple[int, ...]
-    edges: tuple[Edge, ...] = ()
+    edges: tuple[ScheduleEdge, ...] = ()
 
     @property
     def count(self) -> int:
@@ -72,11 +72,11 @@ class Channels:
         stages = len(self.placement)
         return [channel for channel in range(self.count) if channel not in (stages - 1, stages)]
 
-    def numbered_edges(self) -> list[tuple[int, Edge]]:
+    def numbered_edges(self) -> list[tuple[int, ScheduleEdge]]:
         """The edges, each with its channel."""
         return list(enumerate(self.edges, start=2 * len(self.placement)))
 
-    def edges_of(self, action: Action, end: Literal["sender", "receiver"]) -> list[tuple[int, Edge]]:
+    def edges_of(self, action: Action, end: Literal["sender", "receiver"]) -> list[tuple[int, ScheduleEdge]]:
         """The edges that an action uses at this end of theirs."""
         if not self.edges:
             return []  # nearly always, and asked for before and after every action
@@ -131,7 +131,7 @@ class Channels:
         channels = [] if first is None else [first]
         return channels + [channel for channel, _ in self.edges_of(action, end)] if self.edges else channels
 
-    def _edge(self, channel: int) -> Edge | None:
+    def _edge(self, channel: int) -> ScheduleEdge | None:
         """None: it joins neighbours."""
         number = channel - 2 * len(self.placement)
         return self.edges[number] if number >= 0 else None

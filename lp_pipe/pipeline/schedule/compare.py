@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from lp_pipe.errors import ScheduleError
+from lp_pipe.pipeline.schedule.auto import search_schedule
 from lp_pipe.pipeline.schedule.costs import Divisible, Seconds
 from lp_pipe.pipeline.schedule.ir import Schedule
 from lp_pipe.pipeline.schedule.registry import check_sizes, default_chunks, make_schedule, schedules, takes_chunks
-from lp_pipe.pipeline.schedule.search import search_schedule
 from lp_pipe.pipeline.schedule.simulate import Timeline, simulate
 from lp_pipe.pipeline.schedule.verify import verify
 

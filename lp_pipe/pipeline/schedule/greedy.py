@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from lp_pipe.pipeline.schedule.orders import FORWARD, INPUTS, WEIGHTS, Orders, Problem, token
+from lp_pipe.pipeline.schedule.orders import FORWARD, INPUTS, WEIGHTS, OrderingProblem, Orders, token
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Choice(NamedTuple):
     asked: int  # how often the worker had been asked; an older choice is void
 
 
-def list_schedule(problem: Problem, policy: Policy) -> Orders:
+def list_schedule(problem: OrderingProblem, policy: Policy) -> Orders:
     """Order all actions, in the order in which they start. No deadlock is possible: see `_Workers.may_stash`."""
     workers = _Workers(problem, policy)
     choices = [choice for worker in range(problem.workers) for choice in workers.ask(worker, 0.0)]
@@ -50,7 +50,7 @@ def list_schedule(problem: Problem, policy: Policy) -> Orders:
 
 
 class _Workers:
-    def __init__(self, problem: Problem, policy: Policy) -> None:
+    def __init__(self, problem: OrderingProblem, policy: Policy) -> None:
         self.problem = problem
         self.policy = policy
         self.orders: Orders = [[] for _ in range(problem.workers)]

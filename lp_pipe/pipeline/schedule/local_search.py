@@ -8,8 +8,8 @@ from lp_pipe.pipeline.schedule.orders import (
     FORWARD,
     INPUTS,
     WEIGHTS,
+    OrderingProblem,
     Orders,
-    Problem,
     is_sound,
     makespan,
     start_times,
@@ -21,7 +21,7 @@ _REACH = 12  # places that an action may be moved at a time
 _ROUNDING = 1e-12
 
 
-def improve(problem: Problem, orders: Orders, steps: int, bound: float = 0.0) -> Orders:
+def improve(problem: OrderingProblem, orders: Orders, steps: int, bound: float = 0.0) -> Orders:
     """Move actions on the critical path for `steps` steps, or until `bound` is reached; the same for the same input.
 
     Late-acceptance hill climbing (Burke and Bykov, 2017): a step is taken unless it is worse than both the last order
@@ -55,7 +55,7 @@ def improve(problem: Problem, orders: Orders, steps: int, bound: float = 0.0) ->
     return best
 
 
-def join_backwards(problem: Problem, orders: Orders, tries: int) -> Orders:
+def join_backwards(problem: OrderingProblem, orders: Orders, tries: int) -> Orders:
     """Make I and W that follow each other one B where that costs no time: whole backwards need less on real devices."""
     starts = start_times(problem, orders)
     assert starts is not None, "it could run before"
@@ -75,7 +75,7 @@ def join_backwards(problem: Problem, orders: Orders, tries: int) -> Orders:
     return _joined(orders, joined)
 
 
-def _critical_actions(problem: Problem, orders: Orders, starts: list[list[float]]) -> list[tuple[int, int]]:
+def _critical_actions(problem: OrderingProblem, orders: Orders, starts: list[list[float]]) -> list[tuple[int, int]]:
     """(worker, place) of actions that started when the one before them on their worker ended, on one longest path.
 
     The path is followed from the action that ends last: back through its worker for as long as that was busy, then to

@@ -24,7 +24,7 @@ def token(op: int, stage: int) -> int:
 
 
 @dataclass(frozen=True)
-class Problem:
+class OrderingProblem:
     """What is to be ordered.
 
     durations: seconds by token. delays: seconds from a stage to the next one and back. limits: activations by worker.
@@ -61,7 +61,7 @@ class Problem:
         return tuple(self.credits if one != other else self.microbatches for one, other in pairwise(self.placement))
 
 
-def start_times(problem: Problem, orders: Orders) -> list[list[float]] | None:
+def start_times(problem: OrderingProblem, orders: Orders) -> list[list[float]] | None:
     """When each action starts, as `simulate` has it; None where they would wait for each other for ever.
 
     Where a channel is full, an action does not start. (Real workers compute first and then wait: that deadlocks no
@@ -115,7 +115,7 @@ def start_times(problem: Problem, orders: Orders) -> list[list[float]] | None:
     return starts if complete else None
 
 
-def makespan(problem: Problem, orders: Orders, starts: list[list[float]]) -> float:
+def makespan(problem: OrderingProblem, orders: Orders, starts: list[list[float]]) -> float:
     """Seconds until the last worker has ended, from the `start_times` of these orders."""
     durations = problem.durations
     return max(own[-1] + durations[order[-1]] for own, order in zip(starts, orders, strict=True))

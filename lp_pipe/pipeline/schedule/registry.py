@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from lp_pipe.errors import ScheduleError
-from lp_pipe.pipeline.schedule.ir import Schedule
+from lp_pipe.pipeline.schedule.ir import Schedule, is_path
 from lp_pipe.pipeline.schedule.numbers_given import as_int, is_count
 
 Generator = Callable[[int, int, int], Schedule]
@@ -72,6 +73,11 @@ def nearest_name(asked: object) -> str:
     name = name.lower().removeprefix("schedule")
     near = get_close_matches(name, [*_IN_TORCH, *schedules()], n=1)
     return _IN_TORCH.get(near[0], near[0]) if near else ""
+
+
+def names_file(schedule: str | Path) -> bool:
+    """Whether what a user has given for a schedule is a path, and not a name."""
+    return schedule not in schedules() and is_path(schedule)
 
 
 def register_schedule(

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lp_pipe.errors import ScheduleError
-from lp_pipe.pipeline.schedule.channels import Channels, Edge
+from lp_pipe.pipeline.schedule.channels import Channels, ScheduleEdge
 from lp_pipe.pipeline.schedule.ir import Action, Schedule, location
 
 
 def run_order(
-    schedule: Schedule, credits: int | None = None, edges: Sequence[Edge] = ()
+    schedule: Schedule, credits: int | None = None, edges: Sequence[ScheduleEdge] = ()
 ) -> Iterator[tuple[int, Action]]:
     """Yield (worker, action) in an order in which everything can run.
 
@@ -38,7 +38,7 @@ class _Wait(NamedTuple):
 
 
 class _Run:
-    def __init__(self, schedule: Schedule, credits: int | None, edges: Sequence[Edge]) -> None:
+    def __init__(self, schedule: Schedule, credits: int | None, edges: Sequence[ScheduleEdge]) -> None:
         self.workers = schedule.workers
         self.channels = Channels(schedule.placement, tuple(edges))
         self.limits = [self._limit(channel, credits) for channel in range(self.channels.count)]

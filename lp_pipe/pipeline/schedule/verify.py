@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from lp_pipe.errors import ScheduleError
-from lp_pipe.pipeline.schedule.channels import Channels, Edge
+from lp_pipe.pipeline.schedule.channels import Channels, ScheduleEdge
 from lp_pipe.pipeline.schedule.completeness import check_complete
 from lp_pipe.pipeline.schedule.ir import Schedule, location
 from lp_pipe.pipeline.schedule.numbers_given import as_int, is_count
@@ -19,7 +19,7 @@ def verify(
     schedule: Schedule,
     credits: int | None = None,
     memory: int | Sequence[int] | None = None,
-    edges: Sequence[Edge] = (),
+    edges: Sequence[ScheduleEdge] = (),
 ) -> None:
     """Refuse a schedule that is incomplete, inexact, stuck or too large.
 
@@ -61,7 +61,7 @@ def _check_microbatch_order(schedule: Schedule) -> None:
             expected[key] += 1
 
 
-def _check_channel_order(schedule: Schedule, edges: Sequence[Edge]) -> None:
+def _check_channel_order(schedule: Schedule, edges: Sequence[ScheduleEdge]) -> None:
     """A channel is a queue: a receiver gets the messages in the order in which they were sent."""
     channels = Channels(schedule.placement, tuple(edges))
     sent, received = _messages(schedule, channels)

@@ -11,7 +11,7 @@ from lp_pipe.pipeline.compute.split_backward import Root
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.layers.message import Message
 from lp_pipe.pipeline.schedule import Action
-from lp_pipe.pipeline.schedule.channels import Channels, Edge
+from lp_pipe.pipeline.schedule.channels import Channels, ScheduleEdge
 from lp_pipe.pipeline.worker.links import Links
 
 
@@ -70,13 +70,13 @@ class SideChannels:
             for parameter, weight in zip(borrowed, self._links.receive_for_step(channel, tag), strict=True):
                 parameter.detach().copy_(weight)
 
-    def _tied_weights(self, end: Literal["sender", "receiver"]) -> Iterator[tuple[int, Edge]]:
+    def _tied_weights(self, end: Literal["sender", "receiver"]) -> Iterator[tuple[int, ScheduleEdge]]:
         for channel, edge in self._channels.numbered_edges():
             if edge.kind == "tied weights" and getattr(edge, end) in self._stages:
                 yield channel, edge
 
 
-def _refuse_sparse(edge: Edge, gradients: Sequence[Tensor | None]) -> None:
+def _refuse_sparse(edge: ScheduleEdge, gradients: Sequence[Tensor | None]) -> None:
     for name, gradient in zip(edge.names, gradients, strict=True):
         if gradient is not None and gradient.layout is not torch.strided:
             raise PipelineError(

@@ -1,5 +1,5 @@
 from lp_pipe.pipeline.schedule import Action
-from lp_pipe.pipeline.schedule.channels import Channels, Edge
+from lp_pipe.pipeline.schedule.channels import Channels, ScheduleEdge
 
 
 def test_neighbouring_stages_are_joined_both_ways() -> None:
@@ -28,9 +28,9 @@ def test_only_channels_between_workers_cross() -> None:
     assert [channel for channel in range(channels.count) if channels.crosses(channel)] == [0, 2, 5, 7]
 
 
-SKIP = Edge("value", 0, 3, ("a",))
-SKIP_BACK = Edge("value gradient", 3, 0, ("a",))
-TIED = Edge("tied gradient", 3, 0, ("0.weight",))
+SKIP = ScheduleEdge("value", 0, 3, ("a",))
+SKIP_BACK = ScheduleEdge("value gradient", 3, 0, ("a",))
+TIED = ScheduleEdge("tied gradient", 3, 0, ("0.weight",))
 
 
 def test_an_edge_joins_stages_that_are_not_neighbours() -> None:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lp_pipe.pipeline.schedule import Costs, forward_on, make_schedule, simulate, verify
-from lp_pipe.pipeline.schedule.channels import Edge
+from lp_pipe.pipeline.schedule.channels import ScheduleEdge
 
 FORWARD = Costs(forward=1, backward_input=0, backward_weight=0)
 
@@ -55,6 +55,6 @@ def test_credits_for_two_micro_batches_a_worker_are_enough_wherever_the_stages_a
     placement = [workers.index(wish) for wish in wishes]
     ends = st.lists(st.sampled_from(range(len(placement))), min_size=2, max_size=2, unique=True)
     skips = data.draw(st.lists(ends, max_size=3))
-    edges = [Edge("value", min(skip), max(skip), (str(name),)) for name, skip in enumerate(skips)]
+    edges = [ScheduleEdge("value", min(skip), max(skip), (str(name),)) for name, skip in enumerate(skips)]
     schedule = forward_on(placement, 12 * len(workers))
     verify(schedule, credits=2 * len(workers), edges=edges)

@@ -13,7 +13,7 @@ from lp_pipe.pipeline.schedule.orders import (
     FORWARD,
     INPUTS,
     OPS,
-    Problem,
+    OrderingProblem,
     is_sound,
     makespan,
     split,
@@ -26,10 +26,12 @@ STAGE_SECONDS = {"F": 1.0, "I": 1.5, "W": 0.5, "B": 2.0}
 COSTS = Costs(forward=1.0, backward_input=1.5, backward_weight=0.5)
 
 
-def problem(placement: tuple[int, ...], microbatches: int, limit: int | None = None, delay: float = 0.0) -> Problem:
+def problem(
+    placement: tuple[int, ...], microbatches: int, limit: int | None = None, delay: float = 0.0
+) -> OrderingProblem:
     stages, workers = len(placement), max(placement) + 1
     crosses = [one != other for one, other in pairwise(placement)]
-    return Problem(
+    return OrderingProblem(
         placement=placement,
         microbatches=microbatches,
         durations=tuple(STAGE_SECONDS[op] for _ in range(stages) for op in OPS),
@@ -39,7 +41,7 @@ def problem(placement: tuple[int, ...], microbatches: int, limit: int | None = N
     )
 
 
-def seconds(problem: Problem, orders: list[list[int]]) -> float:
+def seconds(problem: OrderingProblem, orders: list[list[int]]) -> float:
     starts = start_times(problem, orders)
     assert starts is not None
     return makespan(problem, orders, starts)

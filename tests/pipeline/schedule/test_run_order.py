@@ -2,7 +2,7 @@ import pytest
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule import Schedule, make_schedule
-from lp_pipe.pipeline.schedule.channels import Edge
+from lp_pipe.pipeline.schedule.channels import ScheduleEdge
 from lp_pipe.pipeline.schedule.run_order import run_order
 
 
@@ -57,7 +57,7 @@ def test_a_stage_waits_for_what_an_edge_brings() -> None:
     schedule = Schedule.from_csv("0F0,0I0,0W0,0F1,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1")
     assert len(list(run_order(schedule))) == 12
     with pytest.raises(ScheduleError) as caught:
-        list(run_order(schedule, edges=[Edge("tied gradient", 1, 0, ("0.weight",))]))
+        list(run_order(schedule, edges=[ScheduleEdge("tied gradient", 1, 0, ("0.weight",))]))
     assert str(caught.value) == (
         "schedule 'csv': deadlock: worker 0, position 2, action 0W0 waits for 1B0 of worker 1; "
         "worker 1, position 2, action 1F1 waits for 0F1 of worker 0: reorder the actions"
@@ -68,7 +68,7 @@ def test_a_stage_waits_for_what_an_edge_brings() -> None:
 def test_edges_that_jump_over_stages_never_fill_up_first(name: str) -> None:
     schedule = make_schedule(name, stages=4, microbatches=12)
     ends = [(first, last) for first in range(4) for last in range(first + 1, 4)]
-    edges = [Edge("value", *pair, ("a",)) for pair in ends]
-    edges += [Edge("value gradient", *reversed(pair), ("a",)) for pair in ends]
+    edges = [ScheduleEdge("value", *pair, ("a",)) for pair in ends]
+    edges += [ScheduleEdge("value gradient", *reversed(pair), ("a",)) for pair in ends]
     assert len(list(run_order(schedule, credits=12, edges=edges))) == len(list(run_order(schedule, credits=12)))
     assert len(list(run_order(schedule, credits=4, edges=edges))) == len(list(run_order(schedule, credits=4)))

@@ -14,8 +14,8 @@ from lp_pipe.pipeline.schedule.orders import (
     FORWARD,
     INPUTS,
     OPS,
+    OrderingProblem,
     Orders,
-    Problem,
     makespan,
     split,
     start_times,
@@ -62,7 +62,7 @@ def search_schedule(
     candidates = []
     for placement in _placements(stages, chunks):
         problem = _problem(placement, microbatches, costs, limits, links)
-        candidates += [_Search(problem).best(), *_named(problem, chunks)]
+        candidates += [_PlacementSearch(problem).best(), *_named(problem, chunks)]
     return replace(min(candidates, key=lambda schedule: _rank(schedule, costs, links)), name="auto")
 
 
@@ -79,10 +79,10 @@ def auto(stages: int, microbatches: int, chunks: int) -> Schedule:
     return search_schedule(stages, microbatches, equal, chunks=chunks)
 
 
-class _Search:
+class _PlacementSearch:
     """One placement's: list schedules by different policies, then moves from the best one, and from the best named."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: OrderingProblem) -> None:
         self.problem = problem
         self.bound = _lower_bound(problem)
         self.tries = max(1, min(_LIST_SCHEDULES, _LIST_ACTIONS // problem.actions))
@@ -160,11 +160,11 @@ def _placements(stages: int, chunks: int) -> list[tuple[int, ...]]:
 
 def _problem(
     placement: tuple[int, ...], microbatches: int, costs: Costs, limits: tuple[int, ...], links: Seconds | None
-) -> Problem:
+) -> OrderingProblem:
     durations = costs.durations(len(placement))
     pairs = one_each(0.0 if links is None else links, len(placement) - 1, "links", "pair of neighbouring stages")
     crosses = [one != other for one, other in pairwise(placement)]
-    return Problem(
+    return OrderingProblem(
         placement=placement,
         microbatches=microbatches,
         durations=tuple(durations[op][stage] for stage in range(len(placement)) for op in OPS),
@@ -174,7 +174,7 @@ def _problem(
     )
 
 
-def _named(problem: Problem, chunks: int) -> Iterator[Schedule]:
+def _named(problem: OrderingProblem, chunks: int) -> Iterator[Schedule]:
     """Those with this placement that keep within the limits."""
     for name in _NAMED:
         try:
@@ -201,7 +201,7 @@ def _needs_more_credits(schedule: Schedule) -> bool:
     return False
 
 
-def _lower_bound(problem: Problem) -> float:
+def _lower_bound(problem: OrderingProblem) -> float:
     """No step is shorter: a worker waits for its first forward, and then has all its work."""
     durations, count = problem.durations, problem.microbatches
     bound = 0.0

@@ -5,9 +5,9 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from lp_pipe.graph.svg_elements import FAINT_INK, INK, add, add_heading, make_picture, to_text, written
-from lp_pipe.pipeline.schedule.draw import TINY_S
 from lp_pipe.pipeline.schedule.ir import WORDS, Op
 from lp_pipe.pipeline.schedule.simulate import Span, Timeline
+from lp_pipe.pipeline.schedule.timeline_text import TINY_S
 
 _LINE = "#e3e8ee"
 _MARGIN, _HEADER_HEIGHT, _NAMES_WIDTH, _AXIS_HEIGHT = 24, 50, 68, 38
