@@ -17,8 +17,7 @@ from lp_pipe.pipeline.layers.message import Message, tensors_of, to_message
 from lp_pipe.pipeline.layers.model import Loss
 from lp_pipe.pipeline.layers.skips import popped_by
 from lp_pipe.pipeline.layers.tied import Names, tie
-from lp_pipe.pipeline.measuring.layer_stashes import LayerStash, stash_bytes
-from lp_pipe.pipeline.measuring.peak_memory import PeakMeter
+from lp_pipe.pipeline.measuring.layer_memory import LayerStash, PeakMeter, stash_bytes
 
 _WARMUPS = 2
 _MICROBATCH = 0

@@ -22,7 +22,7 @@ _LARGE_CALLS = 5
 _PATIENCE_S = 600.0  # for 16 MiB each way
 
 
-class Link(NamedTuple):
+class HostLink(NamedTuple):
     """Between a process of `sender` and one of `receiver`. latency: seconds, one way.
 
     bandwidth: bytes per second, both ways together while as much goes each way: what a plan's cost model counts.
@@ -34,7 +34,7 @@ class Link(NamedTuple):
     bandwidth: float
 
 
-def measure_links(hosts: Sequence[str], **options: Any) -> list[Link]:
+def measure_links(hosts: Sequence[str], **options: Any) -> list[HostLink]:
     """First within each host, between two processes there; then between each host and the next one, and the first.
 
     hosts: names that the engine knows. options: of `launch`, such as engine= and hosts=.
@@ -56,7 +56,7 @@ def measure_links(hosts: Sequence[str], **options: Any) -> list[Link]:
         found = []
         for sender, receiver, probe, other in pairs:
             latency, bandwidth = run.client(probe).measure(run.client(other))
-            found.append(Link(sender, receiver, latency, bandwidth))
+            found.append(HostLink(sender, receiver, latency, bandwidth))
     return found
 
 
@@ -85,7 +85,7 @@ class Probe:
         return latency, 2 * _LARGE_BYTES / max(seconds - 2 * latency, 1e-9)
 
 
-def topology_of(links: Sequence[Link], devices_per_host: int) -> Topology:
+def topology_of(links: Sequence[HostLink], devices_per_host: int) -> Topology:
     """Two levels, or one where there is one host; the slowest link of each decides.
 
     Raises:
@@ -101,7 +101,7 @@ def topology_of(links: Sequence[Link], devices_per_host: int) -> Topology:
     return Topology(tuple(levels))
 
 
-def _level(name: str, count: int, links: Sequence[Link]) -> Level:
+def _level(name: str, count: int, links: Sequence[HostLink]) -> Level:
     return Level(name, count, min(link.bandwidth for link in links), max(link.latency for link in links))
 
 

@@ -10,11 +10,16 @@ import pytest
 import lp_pipe.pipeline as pp
 from lp_pipe.cli.main import main
 from lp_pipe.pipeline.measuring import link_profile
-from lp_pipe.pipeline.measuring.link_profile import Link
+from lp_pipe.pipeline.measuring.link_profile import HostLink
 
 
 def test_the_slowest_link_of_each_level_decides() -> None:
-    links = [Link("a", "a", 1e-6, 4e9), Link("b", "b", 2e-6, 3e9), Link("a", "b", 1e-4, 1e8), Link("b", "c", 3e-4, 2e8)]
+    links = [
+        HostLink("a", "a", 1e-6, 4e9),
+        HostLink("b", "b", 2e-6, 3e9),
+        HostLink("a", "b", 1e-4, 1e8),
+        HostLink("b", "c", 3e-4, 2e8),
+    ]
     topology = pp.topology_of(links, devices_per_host=4)
     assert topology.levels == (pp.Level("device", 4, 3e9, 2e-6), pp.Level("host", 2, 1e8, 3e-4))
     assert pp.topology_of(links[:1], 2).levels == (pp.Level("device", 2, 4e9, 1e-6),)
@@ -24,7 +29,7 @@ def test_without_links_or_devices_there_is_no_topology() -> None:
     with pytest.raises(pp.PartitionError, match="no link was measured"):
         pp.topology_of([], 1)
     with pytest.raises(pp.PartitionError, match=r"levels\[0\].count"):
-        pp.topology_of([Link("a", "a", 1e-6, 4e9)], 0)
+        pp.topology_of([HostLink("a", "a", 1e-6, 4e9)], 0)
 
 
 class OtherProbe:
