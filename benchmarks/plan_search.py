@@ -12,8 +12,8 @@ from typing import Any
 import lp_pipe.pipeline as pp
 from benchmarks.report import show_table
 from lp_pipe.pipeline.partitioning.cost import Memory
+from lp_pipe.pipeline.partitioning.min_memory import min_memory
 from lp_pipe.pipeline.partitioning.states import states_of
-from lp_pipe.pipeline.partitioning.thrift import thriftiest
 from tests.pipeline.partitioning.brute_force import best
 
 _SEED = 1
@@ -45,7 +45,7 @@ def figures(brute_force_cases: int, *, is_quick: bool) -> dict[str, Any]:
 def _least_memory(profile: pp.Profile, topology: pp.Topology) -> float:
     """Bytes of a device that a plan needs for 1F1B, as `partition` counts them."""
     memory = Memory(0.0, 2.0, "1f1b", "none", 8)
-    return thriftiest(states_of(profile, "none", 0), memory, topology.devices, topology.devices).most
+    return min_memory(states_of(profile, "none", 0), memory, topology.devices, topology.devices).most
 
 
 def _searched(name: str, profile: pp.Profile, topology: pp.Topology) -> dict[str, Any]:

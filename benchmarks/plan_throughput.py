@@ -24,7 +24,7 @@ import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from benchmarks.report import show_table, spread
 from benchmarks.sleeping import Sleeper, Start, mean, sgd
-from lp_pipe.pipeline.partitioning.step_time import Timing, step_seconds
+from lp_pipe.pipeline.partitioning.step_time import StageTiming, step_seconds
 
 GOAL_OF_BEST, GOAL_OVER_EQUAL, GOAL_PREDICTION = 0.97, 1.2, 0.10
 _BANDWIDTH, _LATENCY_S = 5e9, 1e-4  # of a channel through shared memory, about
@@ -120,7 +120,7 @@ def predicted_s(case: Case, profile: pp.Profile, cut: Sequence[int]) -> float:
     """A step, as `partition` predicts it for its plan."""
     ends = itertools.pairwise([0, *cut, len(profile.layers)])
     stages = [
-        Timing(
+        StageTiming(
             sum(layer.forward_s for layer in profile.layers[first:end]),
             sum(layer.backward_s for layer in profile.layers[first:end]),
             1,

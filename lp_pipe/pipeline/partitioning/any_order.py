@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
-from lp_pipe.pipeline.partitioning.fewest import Ints
+from lp_pipe.pipeline.partitioning.min_devices import Ints
 from lp_pipe.pipeline.partitioning.states import Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
 
@@ -25,7 +25,7 @@ _MOST_REPLICAS = 8  # of a stage
 _ROUNDING = 1 - 1e-9  # what stages need is told from sums over all layers
 
 
-class Served(NamedTuple):
+class StageOnDevices(NamedTuple):
     """A stage between two states, on these devices."""
 
     start: int
@@ -56,7 +56,7 @@ class AnyOrder:
         self._places = [np.flatnonzero(self._counts.sum(axis=0) == total) for total in range(len(speeds) + 1)]
         self._most_replicas = min(max_replicas, _MOST_REPLICAS)
 
-    def within(self, limit: float) -> list[Served]:
+    def within(self, limit: float) -> list[StageOnDevices]:
         """Stages of which none takes more seconds than that, nor a side of a boundary; empty where none are found."""
         last = self._states.count - 1
         reach = np.full(self._counts.shape[1], last + 1)
@@ -78,14 +78,14 @@ class AnyOrder:
                 return self._served(int(done[0]), chosen, reach)
         return []
 
-    def _served(self, place: int, chosen: Ints, reach: Ints) -> list[Served]:
+    def _served(self, place: int, chosen: Ints, reach: Ints) -> list[StageOnDevices]:
         free = [iter(devices) for devices in self._devices]
         stages = []
         while place:
             kind, replicas = (int(number) for number in chosen[:, place])
             behind = place - replicas * self._steps[kind]
             devices = tuple(next(free[kind]) for _ in range(replicas))
-            stages.append(Served(int(reach[place]), int(reach[behind]), devices))
+            stages.append(StageOnDevices(int(reach[place]), int(reach[behind]), devices))
             place = behind
         return stages
 

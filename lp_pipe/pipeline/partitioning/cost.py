@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lp_pipe.errors import PartitionError
+from lp_pipe.pipeline.partitioning.states import Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
 
 ACTION_SECONDS = 1e-4  # of the engine, for one action of a schedule; measured between processes of one host
@@ -20,6 +21,7 @@ COST_MODELS = ("pipedream", "overlap")
 SCHEDULES = ("1f1b", "gpipe")  # of equal ones "auto" takes the first
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 RECOMPUTES = ("none", "full", "auto")
+Index = Any  # of states: a number, or an array of them
 Values = Any  # a number or an array of float64; with arrays each operation works on all pairs of cuts at once
 
 
@@ -130,3 +132,28 @@ def checked_model(cost_model: str) -> CostModel:
     if cost_model not in COST_MODELS:
         raise PartitionError(f"cost_model={cost_model!r}: use one of {', '.join(map(repr, COST_MODELS))}")
     return CostModel(cost_model)
+
+
+def between(values: Floats, start: Index, ends: Index) -> Floats:
+    """Sums of the layers between states; none is negative, though sums of numbers that are not exact may be."""
+    differences: Floats = np.maximum(values[ends] - values[start], 0)
+    return differences
+
+
+def seconds_on_device(states: States, memory: Memory | None, start: Index, ends: Index, waiting: Waiting) -> Floats:
+    """Of a device of stages from one state to others, which holds so much of them; inf: they do not fit."""
+    seconds = between(states.compute, start, ends)
+    if memory is None:
+        return seconds
+    if memory.recompute == "auto":
+        parameters, activations = between(states.parameters, start, ends), between(states.activations, start, ends)
+        does_fit = memory.kept(parameters, activations, waiting) <= memory.limit
+        seconds = seconds + np.where(does_fit, 0.0, between(states.forward, start, ends))
+    return np.where(bytes_on_device(states, memory, start, ends, waiting) <= memory.limit, seconds, np.inf)
+
+
+def bytes_on_device(states: States, memory: Memory, start: Index, ends: Index, waiting: Waiting) -> Floats:
+    """Of a device of stages from one state to others."""
+    parameters, activations = between(states.parameters, start, ends), between(states.activations, start, ends)
+    needed: Floats = memory.needed(parameters, activations, states.crossing[start], waiting)
+    return needed

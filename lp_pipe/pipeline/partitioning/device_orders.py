@@ -15,22 +15,22 @@ from typing import NamedTuple
 _MOST_PLACES = 20_000  # some 50 devices of three speeds, nine of nine
 
 
-class Taking(NamedTuple):
+class Allocation(NamedTuple):
     """A stage takes so many devices of at least this speed, and then the pipeline is at the place `then`."""
 
     replicas: int
     speed: float
-    then: int
+    next_place: int
 
 
-Takings = list[list[Taking]]  # by place, from the empty one
+Allocations = list[list[Allocation]]  # by place, from the empty one
 
 
-def in_given_order(speeds: Sequence[float], max_replicas: int) -> Takings:
+def allocations_in_given_order(speeds: Sequence[float], max_replicas: int) -> Allocations:
     """Place p: the first p devices lie behind."""
     return [
         [
-            Taking(replicas, speed, then)
+            Allocation(replicas, speed, then)
             for replicas in range(1, min(max_replicas, len(speeds) - place) + 1)
             for speed, then in _windows(speeds, place, replicas)
         ]
@@ -38,20 +38,22 @@ def in_given_order(speeds: Sequence[float], max_replicas: int) -> Takings:
     ]
 
 
-def in_any_order(speeds: Sequence[float], max_replicas: int) -> Takings:
+def allocations_in_any_order(speeds: Sequence[float], max_replicas: int) -> Allocations:
     """A place for each way to ask for devices that there are enough of."""
     kinds, enough = sorted(set(speeds), reverse=True), _enough(speeds)
     asked = sorted(_asked(enough), key=sum)
     places = {counts: place for place, counts in enumerate(asked)}
-    takings: Takings = []
+    allocations: Allocations = []
     for counts in asked:
         more = [
             (replicas, kind, tuple(count + replicas * (k == index) for k, count in enumerate(counts)))
             for index, kind in enumerate(kinds)
             for replicas in range(1, min(max_replicas, enough[index] - sum(counts[: index + 1])) + 1)
         ]
-        takings.append([Taking(replicas, kind, places[then]) for replicas, kind, then in more if then in places])
-    return takings
+        allocations.append(
+            [Allocation(replicas, kind, places[then]) for replicas, kind, then in more if then in places]
+        )
+    return allocations
 
 
 def kinds_searched(speeds: Sequence[float]) -> int:
@@ -62,23 +64,23 @@ def kinds_searched(speeds: Sequence[float]) -> int:
     return 1
 
 
-def served_in_given_order(speeds: Sequence[float], taken: Sequence[Taking]) -> list[tuple[int, ...]]:
+def devices_in_given_order(speeds: Sequence[float], taken: Sequence[Allocation]) -> list[tuple[int, ...]]:
     """The devices of each stage: of those that it passes the fastest ones."""
     served = []
     place = 0
-    for taking in taken:
-        fastest = sorted(range(place, taking.then), key=lambda device: -speeds[device])[: taking.replicas]
+    for allocation in taken:
+        fastest = sorted(range(place, allocation.next_place), key=lambda device: -speeds[device])[: allocation.replicas]
         served.append(tuple(sorted(fastest)))
-        place = taking.then
+        place = allocation.next_place
     return served
 
 
-def served_in_any_order(speeds: Sequence[float], taken: Sequence[Taking]) -> list[tuple[int, ...]]:
+def devices_in_any_order(speeds: Sequence[float], taken: Sequence[Allocation]) -> list[tuple[int, ...]]:
     """The devices of each stage: those that ask for the fastest choose first, and take the slowest that will do."""
     free = sorted(range(len(speeds)), key=lambda device: speeds[device])
     served: list[tuple[int, ...]] = [()] * len(taken)
-    for stage, taking in sorted(enumerate(taken), key=lambda item: -item[1].speed):
-        chosen = [device for device in free if speeds[device] >= taking.speed][: taking.replicas]
+    for stage, allocation in sorted(enumerate(taken), key=lambda item: -item[1].speed):
+        chosen = [device for device in free if speeds[device] >= allocation.speed][: allocation.replicas]
         free = [device for device in free if device not in chosen]
         served[stage] = tuple(sorted(chosen))
     return served

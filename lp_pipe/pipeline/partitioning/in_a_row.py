@@ -6,9 +6,9 @@ whole groups side by side:
     place     11 10 9 8 | 7 6 5 4 | 3 2 1 0        on groups of 4: b and c with 2 and 1 devices of one group, and one
     stage      a  a a a | a a a a | - b b c        idle, since a has whole groups: 8 replicas, 4 in each of 2 groups
 
-Plans whose groups are replicas of a whole pipeline are not among them; `Search` has those. As in `fewest`, for each
-time that is asked for the fewest places are kept from each state on, and of as many the fewest devices. That is not
-always best: links differ, and devices may be idle.
+Plans whose groups are replicas of a whole pipeline are not among them; `DynamicProgram` has those. As in
+`min_devices`, for each time that is asked for the fewest places are kept from each state on, and of as many the fewest
+devices. That is not always best: links differ, and devices may be idle.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,9 @@ from math import prod
 
 import numpy as np
 
-from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
-from lp_pipe.pipeline.partitioning.fewest import Ints
-from lp_pipe.pipeline.partitioning.on_device import between, seconds_on_device
-from lp_pipe.pipeline.partitioning.search import Part
+from lp_pipe.pipeline.partitioning.cost import CostModel, Memory, between, seconds_on_device
+from lp_pipe.pipeline.partitioning.dynamic_program import NestedStage
+from lp_pipe.pipeline.partitioning.min_devices import Ints
 from lp_pipe.pipeline.partitioning.states import Bools, Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
 
@@ -36,7 +35,7 @@ class InARow:
         self._memory = memory
         self._choices = _Choices(levels, max_replicas)
 
-    def within(self, limit: float) -> list[Part]:
+    def within(self, limit: float) -> list[NestedStage]:
         """One that takes no more seconds than that, if one is found."""
         sweep = _Sweep(self._states, self._levels, self._model, self._memory, self._choices, limit)
         return _nested(sweep.stages(), self._choices, len(self._levels) - 1)
@@ -174,14 +173,14 @@ class _Sweep:
 _Chosen = tuple[int, int, int]  # a stage's start, end and choice
 
 
-def _nested(stages: Sequence[_Chosen], choices: _Choices, depth: int) -> list[Part]:
+def _nested(stages: Sequence[_Chosen], choices: _Choices, depth: int) -> list[NestedStage]:
     """Stages on the same group of a level are one part there."""
-    parts: list[Part] = []
+    parts: list[NestedStage] = []
     while stages:
         start, _, choice = stages[0]
         shared = [s for s in stages if _group(s, choices, depth) == _group(stages[0], choices, depth)]
         inside = _nested(shared, choices, depth - 1) if depth else []
-        parts.append(Part(start, shared[-1][1], int(choices.by_level[depth][choice]), inside))
+        parts.append(NestedStage(start, shared[-1][1], int(choices.by_level[depth][choice]), inside))
         stages = stages[len(shared) :]
     return parts
 

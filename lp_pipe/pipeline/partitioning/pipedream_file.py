@@ -18,7 +18,7 @@ from lp_pipe.pipeline.partitioning.fields import checked_number, read_text, writ
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
 
-class Node(NamedTuple):
+class GraphNode(NamedTuple):
     """sizes: bytes of the output and of the parameters."""
 
     name: str
@@ -28,13 +28,13 @@ class Node(NamedTuple):
     sizes: tuple[float, float]
 
 
-def read(path: str | Path) -> tuple[list[Node], list[tuple[str, str]]]:
+def read(path: str | Path) -> tuple[list[GraphNode], list[tuple[str, str]]]:
     """The nodes, by number, and the edges, without what PipeDream's optimizer drops.
 
     Raises:
         PartitionError: names the file and the line.
     """
-    nodes: dict[str, Node] = {}
+    nodes: dict[str, GraphNode] = {}
     edges: list[tuple[str, str]] = []
     lines: list[int] = []  # of the edges
     for number, line in enumerate(read_text(path).splitlines(), start=1):
@@ -58,7 +58,7 @@ def read(path: str | Path) -> tuple[list[Node], list[tuple[str, str]]]:
     return sorted(kept, key=_by_number), [edge for edge in edges if {*edge} <= {node.name for node in kept}]
 
 
-def write(path: str | Path, nodes: Sequence[Node], edges: Sequence[tuple[str, str]]) -> None:
+def write(path: str | Path, nodes: Sequence[GraphNode], edges: Sequence[tuple[str, str]]) -> None:
     """Write such a file.
 
     Raises:
@@ -75,7 +75,7 @@ def write(path: str | Path, nodes: Sequence[Node], edges: Sequence[tuple[str, st
     write_text(path, "\n".join(lines) + "\n")
 
 
-def _node(parts: Sequence[str], where: str) -> Node:
+def _node(parts: Sequence[str], where: str) -> GraphNode:
     if not 3 <= len(parts) <= 4:
         raise PartitionError(
             f"{where}: a node is written name -- description -- fields, with fields {', '.join(_FIELDS)}"
@@ -87,7 +87,7 @@ def _node(parts: Sequence[str], where: str) -> Node:
             raise PartitionError(f"{where}: {field} is missing")
         values.append(_number(found[field], f"{where}: {field}"))
     forward_ms, backward_ms, activation_bytes, parameter_bytes = values
-    return Node(parts[0], parts[1], forward_ms / 1000, backward_ms / 1000, (activation_bytes, parameter_bytes))
+    return GraphNode(parts[0], parts[1], forward_ms / 1000, backward_ms / 1000, (activation_bytes, parameter_bytes))
 
 
 def _number(text: str, where: str) -> float:
@@ -99,7 +99,7 @@ def _number(text: str, where: str) -> float:
     return sum(checked_number(number, where) for number in numbers)
 
 
-def _without_inputs_and_unused(nodes: dict[str, Node], edges: Sequence[tuple[str, str]]) -> list[Node]:
+def _without_inputs_and_unused(nodes: dict[str, GraphNode], edges: Sequence[tuple[str, str]]) -> list[GraphNode]:
     """As the optimizer does: first the sources that load data, then, once, the sinks that nobody uses."""
     read = {reader for _, reader in edges}
     kept = [node for node in nodes.values() if node.name in read or not node.description.startswith("Input")]
@@ -108,6 +108,6 @@ def _without_inputs_and_unused(nodes: dict[str, Node], edges: Sequence[tuple[str
     return [node for node in kept if node.name in used or not node.description.startswith("__getitem__")]
 
 
-def _by_number(node: Node) -> tuple[int, str]:
+def _by_number(node: GraphNode) -> tuple[int, str]:
     digits = re.search(r"\d+$", node.name)
     return (int(digits.group()) if digits else 0, node.name)

@@ -16,17 +16,17 @@ from lp_pipe.pipeline.partitioning.cost import (
     Memory,
     checked_model,
 )
-from lp_pipe.pipeline.partitioning.equal import EqualDevices
+from lp_pipe.pipeline.partitioning.equal_speeds import EqualSpeeds
 from lp_pipe.pipeline.partitioning.fields import checked_count, checked_number
+from lp_pipe.pipeline.partitioning.min_memory import min_memory, nested_min_memory
+from lp_pipe.pipeline.partitioning.mixed_speeds import ORDERS, MixedSpeeds
 from lp_pipe.pipeline.partitioning.plan import Plan
-from lp_pipe.pipeline.partitioning.pricing import Priced, as_plan, fits, slowest, with_runners_up
 from lp_pipe.pipeline.partitioning.profile import Profile
 from lp_pipe.pipeline.partitioning.reasons import reason, too_short, with_schedule_chosen
 from lp_pipe.pipeline.partitioning.states import States, states_of
 from lp_pipe.pipeline.partitioning.step_time import step_seconds
-from lp_pipe.pipeline.partitioning.thrift import least_bytes, thriftiest
+from lp_pipe.pipeline.partitioning.timed_stages import TimedStage, as_plan, fits, slowest, with_runners_up
 from lp_pipe.pipeline.partitioning.topology import Topology
-from lp_pipe.pipeline.partitioning.unequal import ORDERS, UnequalDevices
 
 _MOST_STATES = 2500  # tables grow with their square
 _MANY_CUTS = "this model has too many places to cut to search them all"
@@ -88,7 +88,7 @@ def partition(
         limit, bytes_ = topology.memory, optimizer_bytes_per_parameter_byte
         memories = [Memory(limit, bytes_, name, recompute, microbatches) for name in wanted]
     devices = _devices(topology, checked_model(cost_model), recompute, device_order)
-    planner = _Planner(profile, topology, devices, most, recompute, action_seconds)
+    planner = _Partitioner(profile, topology, devices, most, recompute, action_seconds)
     found: list[Plan] = []
     problem: PartitionError | None = None
     for memory in memories:
@@ -104,28 +104,28 @@ def partition(
     return plan
 
 
-def _devices(topology: Topology, model: CostModel, recompute: str, order: str) -> EqualDevices | UnequalDevices:
+def _devices(topology: Topology, model: CostModel, recompute: str, order: str) -> EqualSpeeds | MixedSpeeds:
     if order not in ORDERS:
         raise PartitionError(f"device_order={order!r}: use one of {', '.join(map(repr, ORDERS))}")
     level = topology.levels[0]
     if level.speeds is None or set(level.speeds) == {1.0}:
-        return EqualDevices(topology.levels, model, recompute)
+        return EqualSpeeds(topology.levels, model, recompute)
     if len(topology.levels) > 1:
         raise PartitionError(
             f"topology: levels[0].speeds: devices of different speeds are planned on one level only, and there are "
             f"{len(topology.levels)}: plan for the devices of one level, or leave the speeds out"
         )
-    return UnequalDevices(level, model, recompute, order)
+    return MixedSpeeds(level, model, recompute, order)
 
 
-class _Planner:
+class _Partitioner:
     """One call of `partition`."""
 
     def __init__(
         self,
         profile: Profile,
         topology: Topology,
-        devices: EqualDevices | UnequalDevices,
+        devices: EqualSpeeds | MixedSpeeds,
         max_replicas: int,
         recompute: str,
         action_seconds: float,
@@ -162,7 +162,7 @@ class _Planner:
             for name in schedules
         ]
 
-    def _searched(self, memory: Memory | None) -> tuple[list[Priced], States, float]:
+    def _searched(self, memory: Memory | None) -> tuple[list[TimedStage], States, float]:
         """The best stages that fit, the states they are between, and what no plan beats."""
         if memory is None or self._devices.is_as_fast_within_memory(self._states, self._max_replicas):
             return self._bounded(memory)
@@ -172,7 +172,7 @@ class _Planner:
         stages, states, within = self._bounded(memory)
         return stages, states, max(bound, within)
 
-    def _bounded(self, memory: Memory | None) -> tuple[list[Priced], States, float]:
+    def _bounded(self, memory: Memory | None) -> tuple[list[TimedStage], States, float]:
         stages, states = self._best(self._max_replicas, memory, self._devices.near(memory))
         is_exact = states.is_complete and not self._devices.inexact
         return stages, states, slowest(stages) if is_exact else self._bound(self._max_replicas, memory)
@@ -180,7 +180,7 @@ class _Planner:
     def _check_memory(self, memory: Memory | None) -> None:
         if memory is None:
             return
-        needed = thriftiest(self._states, memory, self._topology.devices, self._max_replicas).most
+        needed = min_memory(self._states, memory, self._topology.devices, self._max_replicas).most
         if needed > memory.limit:
             raise self._too_little(memory, needed)
 
@@ -189,7 +189,7 @@ class _Planner:
         states, levels = self._states, self._topology.levels
         can_search = self._devices.affordable(states.count, states.count, self._max_replicas, memory) is None
         if len(levels) > 1 and can_search:
-            needed = least_bytes(states, levels, memory, self._max_replicas)
+            needed = nested_min_memory(states, levels, memory, self._max_replicas)
         again = ", recompute='auto'" if memory.recompute == "none" else ""
         found = "fits" if states.is_complete else f"was found that fits, in one order of the layers ({_MANY_CUTS})"
         return PartitionError(
@@ -198,7 +198,7 @@ class _Planner:
             f"{memory.limit:,.0f}; use more devices{again}, or smaller micro-batches"
         )
 
-    def _best(self, max_replicas: int, memory: Memory | None, near: float) -> tuple[list[Priced], States]:
+    def _best(self, max_replicas: int, memory: Memory | None, near: float) -> tuple[list[TimedStage], States]:
         """The best stages, and the states they are between; where to search all takes too long, good ones.
 
         near: those that take so many times the bound are good enough.
@@ -223,14 +223,14 @@ class _Planner:
 
     def _of_all_cuts(
         self, order: States, max_replicas: int, memory: Memory | None
-    ) -> list[tuple[list[Priced], States]]:
+    ) -> list[tuple[list[TimedStage], States]]:
         """Of those plans that are found fast between all states of the order, the best one, if there are any."""
         stages = self._devices.of_all_cuts(order, max_replicas, memory, lambda: self._bound(max_replicas, memory))
         return [(stages, order.only(range(order.count)))] if stages is not None else []
 
     def _among_some(
         self, order: States, count: int, max_replicas: int, memory: Memory | None
-    ) -> list[tuple[list[Priced], States]]:
+    ) -> list[tuple[list[TimedStage], States]]:
         """The best ones between so many states of the order; and between those near to theirs."""
         found = []
         kept = self._some_cuts(order, count, memory)
@@ -256,7 +256,7 @@ class _Planner:
         """So many places to cut, among them those of a plan that fits, so that one is found where there is one."""
         if memory is None or count == order.count:
             return evenly(order.count, count)
-        thrifty = thriftiest(order, memory, self._topology.devices, self._max_replicas).cuts
+        thrifty = min_memory(order, memory, self._topology.devices, self._max_replicas).cuts
         return sorted({*evenly(order.count, max(2, count - len(thrifty))), *thrifty})
 
     def _others(self, memory: Memory | None) -> list[Plan]:
@@ -275,6 +275,6 @@ class _Planner:
             if stages is not None and (memory is None or fits(stages, states, memory))
         ]
 
-    def _as_plan(self, stages: Sequence[Priced], states: States, text: str) -> Plan:
+    def _as_plan(self, stages: Sequence[TimedStage], states: States, text: str) -> Plan:
         names = [layer.name for layer in self._profile.layers]
         return as_plan(stages, states, self._profile.order(), names, text)

@@ -156,7 +156,7 @@ class Profile:
     def to_pipedream(self, path: str | Path) -> None:
         """Write a graph.txt; of a backward pass it holds only the whole time."""
         nodes = [
-            pipedream_file.Node(
+            pipedream_file.GraphNode(
                 layer.name,
                 f"Layer({layer.name})",  # what begins with Input or __getitem__ may be dropped
                 layer.forward_s,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.partitioning.profile import Profile, total_seconds
-from lp_pipe.pipeline.partitioning.step_time import Timing
+from lp_pipe.pipeline.partitioning.step_time import StageTiming
 
 _WORTH = 2  # beside its messages a stage computes at least so many times what the engine takes
 
@@ -31,7 +31,7 @@ def reason(plan: Plan, profile: Profile, devices: int, recompute: str, inexact: 
     return ". ".join(part[:1].upper() + part[1:] for part in parts) + "."
 
 
-def too_short(plan: Plan, timings: Sequence[Timing], action_seconds: float) -> str:
+def too_short(plan: Plan, timings: Sequence[StageTiming], action_seconds: float) -> str:
     """What to say of the shortest stage where it computes little beside what its cut costs; empty where it does not.
 
     For each micro-batch a cut costs two actions of the engine, and a message each way, which travel at the same time.

@@ -8,7 +8,7 @@ from lp_pipe.pipeline.schedule.channels import Channels
 from lp_pipe.pipeline.schedule.run_order import run_order
 
 
-class Timing(NamedTuple):
+class StageTiming(NamedTuple):
     """Of a stage, for one micro-batch on one of its replicas.
 
     backward_s: with the forward that a recomputed stage runs again. link_s: one way over the boundary before it.
@@ -22,7 +22,7 @@ class Timing(NamedTuple):
     exchange_s: float
 
 
-def step_seconds(schedule: str, stages: Sequence[Timing], microbatches: int) -> float:
+def step_seconds(schedule: str, stages: Sequence[StageTiming], microbatches: int) -> float:
     """From the first forward to the last gradient that is exchanged; without the optimizer.
 
     Micro-batch j runs on replica j mod r. Messages take their time, but do not slow the stages or each other down.

@@ -4,11 +4,11 @@ import time
 import pytest
 
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.partitioning.any_order import AnyOrder, Served
+from lp_pipe.pipeline.partitioning.any_order import AnyOrder, StageOnDevices
 from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, COST_MODELS, SCHEDULES, UNLIMITED, CostModel, Memory
 from lp_pipe.pipeline.partitioning.states import states_of
 from tests.pipeline.partitioning.brute_force import fullest
-from tests.pipeline.partitioning.test_fastest import profile_of
+from tests.pipeline.partitioning.test_min_time import profile_of
 
 FAST_LINKS = pp.Level("device", 3, 1e9)
 
@@ -18,7 +18,7 @@ def test_stages_get_devices_of_a_speed_that_they_need_wherever_those_are_in_the_
     search = AnyOrder(states, FAST_LINKS, (1.0, 4.0, 1.0), CostModel("pipedream"), UNLIMITED, 1)
     found = search.within(2.0)
     assert [(stage.start, stage.end) for stage in found] == [(0, 1), (1, 2), (2, 3)]
-    assert found[1] == Served(1, 2, (1,)) and {found[0].devices, found[2].devices} == {(0,), (2,)}
+    assert found[1] == StageOnDevices(1, 2, (1,)) and {found[0].devices, found[2].devices} == {(0,), (2,)}
     assert search.within(1.99) == []
 
 
@@ -48,7 +48,7 @@ def test_what_is_found_keeps_to_the_time_and_the_memory_and_serves_each_device_o
 
 
 def _seconds(
-    stages: list[Served],
+    stages: list[StageOnDevices],
     layers: list[tuple[float, float, float, float]],
     speeds: tuple[float, ...],
     level: pp.Level,

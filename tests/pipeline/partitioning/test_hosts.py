@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.partitioning.hosts import hosts_of
-from lp_pipe.pipeline.partitioning.search import Part
+from lp_pipe.pipeline.partitioning.dynamic_program import NestedStage
+from lp_pipe.pipeline.partitioning.equal_speeds import hosts_of
 from tests.pipeline.partitioning.test_partition import chain
 
 
-def leaf(start: int, end: int, replicas: int = 1) -> Part:
-    return Part(start, end, replicas, [])
+def leaf(start: int, end: int, replicas: int = 1) -> NestedStage:
+    return NestedStage(start, end, replicas, [])
 
 
 def levels(*counts: int, names: str = "device host rack") -> list[pp.Level]:
@@ -39,7 +39,7 @@ def test_hosts_are_in_the_plans_file_where_a_person_may_name_them(tmp_path: Path
 
 
 def test_a_micro_batch_stays_in_its_group_whatever_the_replicas_inside() -> None:
-    two = [Part(0, 2, 2, [leaf(0, 1, 2), leaf(1, 2)])]
+    two = [NestedStage(0, 2, 2, [leaf(0, 1, 2), leaf(1, 2)])]
     assert hosts_of(two, levels(3, 2)) == [(0, 1, 0, 1), (0, 1)]
     for microbatch in range(8):  # which replica j mod r of each stage takes
         taken = {hosts[microbatch % len(hosts)] for hosts in hosts_of(two, levels(3, 2))}
@@ -47,12 +47,12 @@ def test_a_micro_batch_stays_in_its_group_whatever_the_replicas_inside() -> None
 
 
 def test_stages_on_several_hosts_come_one_host_after_the_other() -> None:
-    parts = [Part(0, 2, 1, [leaf(0, 1), leaf(1, 2)]), Part(2, 3, 2, [leaf(2, 3, 2)])]
+    parts = [NestedStage(0, 2, 1, [leaf(0, 1), leaf(1, 2)]), NestedStage(2, 3, 2, [leaf(2, 3, 2)])]
     assert hosts_of(parts, levels(2, 3)) == [(0,), (0,), (1, 2, 1, 2)]
 
 
 def test_hosts_are_counted_through_all_racks() -> None:
-    parts = [Part(0, 2, 2, [Part(0, 1, 1, [leaf(0, 1, 2)]), Part(1, 2, 2, [leaf(1, 2)])])]
+    parts = [NestedStage(0, 2, 2, [NestedStage(0, 1, 1, [leaf(0, 1, 2)]), NestedStage(1, 2, 2, [leaf(1, 2)])])]
     assert hosts_of(parts, levels(2, 3, 2)) == [(0, 3, 0, 3), (1, 4, 2, 5)]
     # Of devices, sockets and hosts it is the third level that is hosts.
     assert hosts_of(parts, levels(2, 3, 2, names="gpu socket host")) == [(0, 1, 0, 1)] * 2

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, COST_MODELS, SCHEDULES, UNLIMITED, CostModel, Memory
+from lp_pipe.pipeline.partitioning.dynamic_program import NestedStage
 from lp_pipe.pipeline.partitioning.in_a_row import InARow
-from lp_pipe.pipeline.partitioning.pricing import fits, priced, recomputed, slowest
+from lp_pipe.pipeline.partitioning.min_memory import min_memory
 from lp_pipe.pipeline.partitioning.probing import fastest_found
-from lp_pipe.pipeline.partitioning.search import Part
 from lp_pipe.pipeline.partitioning.states import states_of
-from lp_pipe.pipeline.partitioning.thrift import thriftiest
+from lp_pipe.pipeline.partitioning.timed_stages import fits, recomputed, slowest, timed_stages
 from tests.pipeline.partitioning.brute_force import best, fullest
-from tests.pipeline.partitioning.test_fastest import profile_of
+from tests.pipeline.partitioning.test_min_time import profile_of
 
 ALL_SCHEDULES = (*SCHEDULES, *ASYNCHRONOUS)
 GROUPS_OF_FOUR = (pp.Level("device", 4, 10.0), pp.Level("host", 3, 10.0))
@@ -30,8 +30,8 @@ def test_a_stage_has_whole_groups_or_devices_of_one_which_it_may_share() -> None
     search = InARow(states_of(profile, "none", 10), GROUPS_OF_FOUR, MODEL, UNLIMITED, 12)
     assert search.within(0.99) == []
     assert search.within(1.0) == [
-        Part(0, 1, 2, [Part(0, 1, 4, [])]),
-        Part(1, 3, 1, [Part(1, 2, 2, []), Part(2, 3, 1, [])]),
+        NestedStage(0, 1, 2, [NestedStage(0, 1, 4, [])]),
+        NestedStage(1, 3, 1, [NestedStage(1, 2, 2, []), NestedStage(2, 3, 1, [])]),
     ]
 
 
@@ -62,13 +62,13 @@ def test_what_is_found_fits_and_keeps_to_the_time_and_to_the_devices_there_are(s
         parts = InARow(states, levels, model, memory, most).within(asked)
         if parts:
             found += 1
-            stages = priced(parts, states, levels, model, recomputed(parts, states, memory, recompute))
+            stages = timed_stages(parts, states, levels, model, recomputed(parts, states, memory, recompute))
             assert slowest(stages) <= asked * 1.000001 and fits(stages, states, memory)
             assert max(stage.replicas for stage in stages) <= most and _has_devices(parts, levels)
     assert found > 50
 
 
-def _has_devices(parts: list[Part], levels: list[pp.Level]) -> bool:
+def _has_devices(parts: list[NestedStage], levels: list[pp.Level]) -> bool:
     *inner, level = levels
     return sum(part.replicas for part in parts) <= level.count and (
         not inner or all(_has_devices(part.inside, inner) for part in parts)
@@ -92,10 +92,10 @@ def test_nothing_that_is_found_beats_brute_force(
     states = states_of(profile, "none", 10)
     search = InARow(states, levels, MODEL, memory, 9)
     parts = fastest_found(
-        search.within, lambda parts: slowest(priced(parts, states, levels, MODEL, frozenset())), least=0.0
+        search.within, lambda parts: slowest(timed_stages(parts, states, levels, MODEL, frozenset())), least=0.0
     )
     if parts:
-        assert slowest(priced(parts, states, levels, MODEL, frozenset())) >= bound * 0.999999
+        assert slowest(timed_stages(parts, states, levels, MODEL, frozenset())) >= bound * 0.999999
     assert not parts or bound < float("inf")
 
 
@@ -107,7 +107,7 @@ def test_a_thousand_layers_on_nested_levels_within_little_memory_take_seconds_an
 ) -> None:
     draw = random.Random(0).random
     profile = profile_of([(draw(), 2 * draw(), draw(), draw()) for _ in range(1000)])
-    least = thriftiest(states_of(profile, "none", 10), Memory(0.0, 2.0, schedule, "none", 8), 64, 64).most
+    least = min_memory(states_of(profile, "none", 10), Memory(0.0, 2.0, schedule, "none", 8), 64, 64).most
     levels = [pp.Level(f"level{i}", count, 10.0 / 3**i) for i, count in enumerate(counts)]
     started = time.process_time()
     plan = pp.partition(profile, pp.Topology(levels, memory=1.2 * least), schedule=schedule)

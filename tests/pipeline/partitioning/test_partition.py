@@ -356,12 +356,12 @@ def test_layers_that_take_no_time_are_planned_too() -> None:
 
 
 def test_with_an_upper_bound_the_search_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lp_pipe.pipeline.partitioning import equal
+    from lp_pipe.pipeline.partitioning import equal_speeds
 
     profile = random_chain(150, seed=3)
     topology = pp.Topology([pp.Level("device", 12, bandwidth=1.0)])
     whole = pp.partition(profile, topology)
-    monkeypatch.setattr(equal, "_WINDOWED", 20)
+    monkeypatch.setattr(equal_speeds, "_WINDOWED", 20)
     assert pp.partition(profile, topology).slowest_seconds == pytest.approx(whole.slowest_seconds)
 
 

@@ -6,14 +6,14 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from lp_pipe.pipeline.partitioning.cost import CostModel, Memory, Waiting
+from lp_pipe.pipeline.partitioning.dynamic_program import NestedStage
 from lp_pipe.pipeline.partitioning.plan import Plan, PlannedStage
-from lp_pipe.pipeline.partitioning.search import Part
 from lp_pipe.pipeline.partitioning.states import States
-from lp_pipe.pipeline.partitioning.step_time import Timing
+from lp_pipe.pipeline.partitioning.step_time import StageTiming
 from lp_pipe.pipeline.partitioning.topology import Level
 
 
-class Priced(NamedTuple):
+class TimedStage(NamedTuple):
     """A stage on devices, between two states, with its replicas over all levels.
 
     forward_s, backward_s: of one micro-batch on one replica. link_s: one way over the boundary before it.
@@ -34,14 +34,14 @@ class Priced(NamedTuple):
     hosts: tuple[int, ...] = ()
 
     @property
-    def timing(self) -> Timing:
-        return Timing(self.forward_s, self.backward_s, self.replicas, self.link_s, self.exchange_s)
+    def timing(self) -> StageTiming:
+        return StageTiming(self.forward_s, self.backward_s, self.replicas, self.link_s, self.exchange_s)
 
 
-Leaves = frozenset[tuple[int, int]]  # stages on devices, each by its two states
+StageEnds = frozenset[tuple[int, int]]  # stages on devices, each by its two states
 
 
-class _Leaf(NamedTuple):
+class _InnermostStage(NamedTuple):
     """A stage on devices, between two states, with its replicas over all levels."""
 
     start: int
@@ -49,7 +49,7 @@ class _Leaf(NamedTuple):
     replicas: int
 
 
-def recomputed(parts: Sequence[Part], states: States, memory: Memory | None, recompute: str) -> Leaves:
+def recomputed(parts: Sequence[NestedStage], states: States, memory: Memory | None, recompute: str) -> StageEnds:
     """The stages that run their forward again: all, none, or those that would not fit otherwise."""
     leaves = list(_leaves(parts))
     if recompute == "full":
@@ -64,18 +64,20 @@ def recomputed(parts: Sequence[Part], states: States, memory: Memory | None, rec
     )
 
 
-def priced(
-    parts: Sequence[Part], states: States, levels: Sequence[Level], model: CostModel, again: Leaves
-) -> list[Priced]:
+def timed_stages(
+    parts: Sequence[NestedStage], states: States, levels: Sequence[Level], model: CostModel, again: StageEnds
+) -> list[TimedStage]:
     """The stages in order; one inside of a replicated stage takes part in its all-reduce, and has its replicas, too.
 
     again: those that are recomputed.
     """
     level = levels[-1]
-    stages: list[Priced] = []
+    stages: list[TimedStage] = []
     for place, part in enumerate(parts):
         inside = (
-            priced(part.inside, states, levels[:-1], model, again) if len(levels) > 1 else [_alone(part, states, again)]
+            timed_stages(part.inside, states, levels[:-1], model, again)
+            if len(levels) > 1
+            else [_alone(part, states, again)]
         )
         lifted = [_replicated(stage, part, states, level, model) for stage in inside]
         if place:
@@ -87,7 +89,9 @@ def priced(
     return stages
 
 
-def as_plan(stages: Sequence[Priced], states: States, order: Sequence[int], names: Sequence[str], reason: str) -> Plan:
+def as_plan(
+    stages: Sequence[TimedStage], states: States, order: Sequence[int], names: Sequence[str], reason: str
+) -> Plan:
     """The plan, with the layers of each stage in an order in which they can run."""
     rank = {layer: place for place, layer in enumerate(order)}
     planned = tuple(
@@ -105,12 +109,12 @@ def as_plan(stages: Sequence[Priced], states: States, order: Sequence[int], name
     return Plan(planned, slowest(stages), reason=reason)
 
 
-def slowest(stages: Sequence[Priced]) -> float:
+def slowest(stages: Sequence[TimedStage]) -> float:
     """Seconds of the slowest stage or side of a boundary."""
     return max(max(stage.seconds, stage.boundary_seconds) for stage in stages)
 
 
-def fits(stages: Sequence[Priced], states: States, memory: Memory) -> bool:
+def fits(stages: Sequence[TimedStage], states: States, memory: Memory) -> bool:
     """Whether each stage keeps to the limit."""
     waiting = _waiting([stage.replicas for stage in stages], memory)
     return all(
@@ -133,11 +137,11 @@ def _shape(plan: Plan) -> tuple[tuple[tuple[str, ...], int], ...]:
     return tuple((stage.layers, stage.replicas) for stage in plan.stages)
 
 
-def _leaves(parts: Sequence[Part], copies: int = 1) -> Iterator[_Leaf]:
+def _leaves(parts: Sequence[NestedStage], copies: int = 1) -> Iterator[_InnermostStage]:
     """copies: of the whole of them, over the levels above."""
     for part in parts:
         replicas = copies * part.replicas
-        yield from _leaves(part.inside, replicas) if part.inside else [_Leaf(part.start, part.end, replicas)]
+        yield from _leaves(part.inside, replicas) if part.inside else [_InnermostStage(part.start, part.end, replicas)]
 
 
 def _waiting(replicas: Sequence[int], memory: Memory) -> list[Waiting]:
@@ -146,7 +150,7 @@ def _waiting(replicas: Sequence[int], memory: Memory) -> list[Waiting]:
     return [memory.waiting_on(own, total - own) for own, total in zip(replicas, from_here, strict=True)]
 
 
-def _bytes_needed(stage: Priced, states: States, memory: Memory, waiting: Waiting) -> float:
+def _bytes_needed(stage: TimedStage, states: States, memory: Memory, waiting: Waiting) -> float:
     """Of each of the stage's devices."""
     if not stage.is_recomputed:
         return _kept(stage.start, stage.end, states, memory, waiting)
@@ -160,14 +164,14 @@ def _kept(start: int, end: int, states: States, memory: Memory, waiting: Waiting
     return float(memory.kept(parameters, states.activations[end] - states.activations[start], waiting))
 
 
-def _alone(part: Part, states: States, again: Leaves) -> Priced:
+def _alone(part: NestedStage, states: States, again: StageEnds) -> TimedStage:
     """On one device."""
     is_recomputed = (part.start, part.end) in again
     forward, seconds = states.seconds(part.start, part.end, is_recomputed)
-    return Priced(part.start, part.end, 1, seconds, 0.0, forward, seconds - forward, is_recomputed=is_recomputed)
+    return TimedStage(part.start, part.end, 1, seconds, 0.0, forward, seconds - forward, is_recomputed=is_recomputed)
 
 
-def _replicated(stage: Priced, part: Part, states: States, level: Level, model: CostModel) -> Priced:
+def _replicated(stage: TimedStage, part: NestedStage, states: States, level: Level, model: CostModel) -> TimedStage:
     """A stage inside of a part that has replicas on this level."""
     parameters = float(states.parameters[part.end] - states.parameters[part.start])
     own = float(states.parameters[stage.end] - states.parameters[stage.start])
@@ -183,5 +187,5 @@ def _replicated(stage: Priced, part: Part, states: States, level: Level, model: 
     )
 
 
-def _with_side(stage: Priced, seconds: float) -> Priced:
+def _with_side(stage: TimedStage, seconds: float) -> TimedStage:
     return stage._replace(boundary_seconds=max(stage.boundary_seconds, float(seconds)))

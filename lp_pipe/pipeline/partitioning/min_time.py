@@ -9,9 +9,17 @@ import sys
 
 import numpy as np
 
-from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
-from lp_pipe.pipeline.partitioning.fewest import ATTEMPTS, Asked, Found, Held, Ints, Pairs, fewest, with_least
-from lp_pipe.pipeline.partitioning.on_device import between, seconds_on_device
+from lp_pipe.pipeline.partitioning.cost import CostModel, Memory, between, seconds_on_device
+from lp_pipe.pipeline.partitioning.min_devices import (
+    ATTEMPTS,
+    ChainPlan,
+    Demand,
+    HeldByPair,
+    Ints,
+    Pairs,
+    min_devices,
+    search_min_limit,
+)
 from lp_pipe.pipeline.partitioning.states import Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
 
@@ -19,14 +27,14 @@ _ANY = sys.float_info.max  # seconds: whatever it takes
 _ROUNDING = 1e-6
 
 
-def fastest(states: States, level: Level, model: CostModel, memory: Memory, max_replicas: int) -> Found:
+def min_time(states: States, level: Level, model: CostModel, memory: Memory, max_replicas: int) -> ChainPlan:
     """The best plan, with its seconds as `most`; without cuts where none fits the memory."""
-    asked = Seconds(states, level, model, memory, max_replicas)
-    known = fewest(states, asked, _ANY)
+    demand = Seconds(states, level, model, memory, max_replicas)
+    known = min_devices(states, demand, _ANY)
     if not known.cuts:
         return known
     least = float(states.compute[-1]) / level.count
-    return with_least(states, asked, known, least, ATTEMPTS)[0]
+    return search_min_limit(states, demand, known, least, ATTEMPTS)[0]
 
 
 class Seconds:
@@ -38,7 +46,7 @@ class Seconds:
         self._model = model
         self._memory = memory
         self.pairs = Pairs(level.count, min(max_replicas, level.count))
-        self._held = Held(memory, self.pairs)
+        self._held = HeldByPair(memory, self.pairs)
         replicas = np.arange(1, self.pairs.max_replicas + 1)
         self.sides: Floats = model.boundary(states.crossing[:, None], replicas, level)
         self._leave_out(_ANY)
@@ -50,7 +58,7 @@ class Seconds:
         seconds: Floats = self._model.stage(compute, parameters, self.pairs.replicas[places], self._level)
         return seconds
 
-    def below(self, known: float) -> Asked:
+    def below(self, known: float) -> Demand:
         """Each device has no more to compute than that: so many are needed at least before a state, and behind it."""
         self._leave_out(known)
         return self

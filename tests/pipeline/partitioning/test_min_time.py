@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, SCHEDULES, CostModel, Memory
-from lp_pipe.pipeline.partitioning.fastest import fastest
-from lp_pipe.pipeline.partitioning.search import Search
+from lp_pipe.pipeline.partitioning.dynamic_program import DynamicProgram
+from lp_pipe.pipeline.partitioning.min_memory import min_memory
+from lp_pipe.pipeline.partitioning.min_time import min_time
 from lp_pipe.pipeline.partitioning.states import states_of
-from lp_pipe.pipeline.partitioning.thrift import thriftiest
 from tests.pipeline.partitioning.brute_force import best, fullest
 
 ALL_SCHEDULES = (*SCHEDULES, *ASYNCHRONOUS)
@@ -46,7 +46,7 @@ def test_both_sides_of_a_boundary_count_each_with_its_own_replicas(heavy_first: 
     measured = [(9.0, 0.0, 10.0, 0.0), (1.0, 0.0, 10.0, 10.0)]
     states = states_of(profile_of(measured if heavy_first else measured[::-1]), "none", 100)
     memory = Memory(1e9, 2.0, "1f1b", "none", 8)
-    found = fastest(states, pp.Level("device", 4, 2.5), CostModel("pipedream"), memory, 4)
+    found = min_time(states, pp.Level("device", 4, 2.5), CostModel("pipedream"), memory, 4)
     assert (found.replicas, found.most) == ([2, 2], 4.5)
 
 
@@ -73,7 +73,7 @@ def test_chains_within_a_memory_limit_equal_brute_force(
 ) -> None:
     profile = profile_of(measured)
     memory = Memory(limit, 2.0, schedule, recompute, 3)
-    found = fastest(states_of(profile, recompute, 100), level, CostModel(cost_model), memory, most)
+    found = min_time(states_of(profile, recompute, 100), level, CostModel(cost_model), memory, most)
     expected = best(
         profile,
         pp.Topology([level], limit),
@@ -91,10 +91,10 @@ def test_chains_within_a_memory_limit_equal_brute_force(
 def test_the_search_of_whole_tables_finds_nothing_faster(schedule: str, recompute: str) -> None:
     for seed, (level, factor) in enumerate(product((LEVEL, SLOW), (1.001, 1.1, 1.5))):
         states = states_of(random_chain(30, seed), recompute, 100)
-        least = thriftiest(states, Memory(0.0, 2.0, schedule, recompute, 8), level.count, level.count).most
+        least = min_memory(states, Memory(0.0, 2.0, schedule, recompute, 8), level.count, level.count).most
         memory = Memory(factor * least, 2.0, schedule, recompute, 8)
-        found = fastest(states, level, CostModel("pipedream"), memory, level.count)
-        search = Search(states, (level,), CostModel("pipedream"), level.count, memory)
+        found = min_time(states, level, CostModel("pipedream"), memory, level.count)
+        search = DynamicProgram(states, (level,), CostModel("pipedream"), level.count, memory)
         assert found.most == pytest.approx(search.seconds(), rel=1e-12)
 
 
@@ -116,7 +116,7 @@ def test_the_least_memory_that_any_plan_needs_equals_brute_force(
     edges = [(a, b) for a, b in pairs if a < b < len(measured)]
     profile = profile_of(measured, *edges)
     memory = Memory(0.0, 2.0, schedule, recompute, 3)
-    needed = thriftiest(states_of(profile, recompute, 100), memory, 4, most).most
+    needed = min_memory(states_of(profile, recompute, 100), memory, 4, most).most
 
     def takes(limit: float) -> float:
         topology = pp.Topology([pp.Level("x", 4, 1.0)], memory=limit)
@@ -131,7 +131,7 @@ def test_the_least_memory_that_any_plan_needs_equals_brute_force(
 def test_a_thousand_layers_on_64_devices_within_little_memory_take_seconds_and_have_no_gap(schedule: str) -> None:
     profile = random_chain(1000, seed=0)
     states = states_of(profile, "none", 2500)
-    least = thriftiest(states, Memory(0.0, 2.0, schedule, "none", 8), 64, 64).most
+    least = min_memory(states, Memory(0.0, 2.0, schedule, "none", 8), 64, 64).most
     topology = pp.Topology([pp.Level("device", 64, bandwidth=10.0)], memory=1.05 * least)
     started = time.process_time()
     plan = pp.partition(profile, topology, schedule=schedule)
@@ -143,7 +143,7 @@ def test_a_thousand_layers_on_64_devices_within_little_memory_take_seconds_and_h
 def test_layers_that_take_no_time_and_no_memory_are_planned_too() -> None:
     profile = profile_of([(0.0, 0.0, 0.0, 0.0)] * 30)
     assert pp.partition(profile, pp.Topology([LEVEL], memory=1)).slowest_seconds == 0
-    found = fastest(
+    found = min_time(
         states_of(profile, "none", 100), LEVEL, CostModel("overlap"), Memory(0.0, 2.0, "1f1b", "none", 8), 9
     )
     assert found.most == 0

@@ -13,23 +13,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lp_pipe.pipeline.partitioning.any_order import AnyOrder, Served, can_search
+from lp_pipe.pipeline.partitioning.any_order import AnyOrder, StageOnDevices, can_search
 from lp_pipe.pipeline.partitioning.cost import UNLIMITED, CostModel, Memory, Waiting
 from lp_pipe.pipeline.partitioning.device_orders import (
-    Taking,
-    Takings,
-    in_any_order,
-    in_given_order,
+    Allocation,
+    Allocations,
+    allocations_in_any_order,
+    allocations_in_given_order,
+    devices_in_any_order,
+    devices_in_given_order,
     kinds_searched,
     rounded,
-    served_in_any_order,
-    served_in_given_order,
 )
-from lp_pipe.pipeline.partitioning.pricing import Priced, recomputed, slowest
+from lp_pipe.pipeline.partitioning.dynamic_program import NestedStage, device_seconds
 from lp_pipe.pipeline.partitioning.probing import fastest_found
 from lp_pipe.pipeline.partitioning.profile import Profile
-from lp_pipe.pipeline.partitioning.search import Part, device_seconds
 from lp_pipe.pipeline.partitioning.states import Floats, States
+from lp_pipe.pipeline.partitioning.timed_stages import TimedStage, recomputed, slowest
 from lp_pipe.pipeline.partitioning.topology import Level
 
 ORDERS = ("any", "given")
@@ -37,7 +37,7 @@ _MOST_WORK = 8.5e8  # numbers compared, some seconds: 500 layers on 64 devices i
 _OVERHEAD = 3000  # numbers that could be compared in the time of calling numpy once
 
 
-class UnequalDevices:
+class MixedSpeeds:
     """The devices of a level, with their speeds. order: "given" or "any" of them along the pipeline."""
 
     def __init__(self, level: Level, model: CostModel, recompute: str, order: str) -> None:
@@ -62,12 +62,12 @@ class UnequalDevices:
 
     def affordable(self, states: int, most: int, max_replicas: int, memory: Memory | None) -> int | None:
         """How many states, of `most` that are each within the next, can be searched in seconds; None: all `states`."""
-        takings = self._takings(self._speeds_below, max_replicas)
+        allocations = self._allocations(self._speeds_below, max_replicas)
         devices = len(self._speeds)
-        if _work(takings, states, memory, devices) <= _MOST_WORK:
+        if _work(allocations, states, memory, devices) <= _MOST_WORK:
             return None
         count = most
-        while count > 2 and _work(takings, count, memory, devices) > _MOST_WORK:
+        while count > 2 and _work(allocations, count, memory, devices) > _MOST_WORK:
             count = max(2, int(count * 0.9))
         return count
 
@@ -79,7 +79,7 @@ class UnequalDevices:
         """Whether a search within a memory limit takes no longer than one without."""
         return False
 
-    def searched(self, states: States, max_replicas: int, memory: Memory | None) -> list[Priced] | None:
+    def searched(self, states: States, max_replicas: int, memory: Memory | None) -> list[TimedStage] | None:
         """The best stages between these states; None: none fit the memory."""
         found = [self._found(way, states, max_replicas, memory) for way in self._ways()]
         if self.inexact and states.is_chain:
@@ -88,7 +88,7 @@ class UnequalDevices:
 
     def of_all_cuts(
         self, states: States, max_replicas: int, memory: Memory | None, least: Callable[[], float]
-    ) -> list[Priced] | None:
+    ) -> list[TimedStage] | None:
         """Fast stages between all of these states, which are each within the next; None: none are found.
 
         least: seconds that no plan beats.
@@ -96,31 +96,35 @@ class UnequalDevices:
         if self._is_given or not can_search(self._speeds) or (memory is not None and self._recompute == "full"):
             return None
         search = AnyOrder(states, self._level, self._speeds, self._model, memory or UNLIMITED, max_replicas)
-        served = fastest_found(search.within, lambda served: slowest(self._priced(served, states, memory)), least())
-        return self._priced(served, states, memory) if served else None
+        served = fastest_found(search.within, lambda served: slowest(self._timed(served, states, memory)), least())
+        return self._timed(served, states, memory) if served else None
 
-    def _ways(self) -> "list[_Way]":
+    def _ways(self) -> "list[_Variant]":
         """How to search: one way is enough where that is exact."""
         places = range(len(self._speeds))
         if self._is_given:
-            return [_Way(self._speeds, places, is_given=True)]
-        ways = [_Way(self._speeds_below, places, is_given=False)]
+            return [_Variant(self._speeds, places, is_given=True)]
+        ways = [_Variant(self._speeds_below, places, is_given=False)]
         if self.inexact:
             slowest_first = sorted(places, key=lambda place: self._speeds[place])
             for order in (slowest_first, slowest_first[::-1]):
-                ways.append(_Way([self._speeds[place] for place in order], order, is_given=True))
+                ways.append(_Variant([self._speeds[place] for place in order], order, is_given=True))
         return ways
 
-    def _found(self, way: "_Way", states: States, max_replicas: int, memory: Memory | None) -> list[Priced] | None:
-        takings = (in_given_order if way.is_given else in_any_order)(way.speeds, max_replicas)
-        steps = _Tables(states, takings, self._level, self._model, memory).best()
+    def _found(
+        self, way: "_Variant", states: States, max_replicas: int, memory: Memory | None
+    ) -> list[TimedStage] | None:
+        allocations = (allocations_in_given_order if way.is_given else allocations_in_any_order)(
+            way.speeds, max_replicas
+        )
+        steps = _AllocationTables(states, allocations, self._level, self._model, memory).best()
         if steps is None:
             return None
-        serve = served_in_given_order if way.is_given else served_in_any_order
-        served = serve(way.speeds, [step.taking for step in steps])
+        serve = devices_in_given_order if way.is_given else devices_in_any_order
+        served = serve(way.speeds, [step.allocation for step in steps])
         devices = [tuple(sorted(way.devices[place] for place in places)) for places in served]
-        stages = [Served(step.start, step.end, taken) for step, taken in zip(steps, devices, strict=True)]
-        return self._priced(stages, states, memory)
+        stages = [StageOnDevices(step.start, step.end, taken) for step, taken in zip(steps, devices, strict=True)]
+        return self._timed(stages, states, memory)
 
     def lower_bound(self, states: States, profile: Profile, max_replicas: int, memory: Memory | None) -> float:
         """Seconds that no plan beats, where not all could be searched; with a memory limit a rough bound only."""
@@ -134,8 +138,10 @@ class UnequalDevices:
             return bound
         if not states.is_complete or self.affordable(states.count, states.count, max_replicas, None) is not None:
             return bound
-        takings = self._takings(rounded(self._speeds, self._kinds)[1] if self.inexact else self._speeds, max_replicas)
-        return max(bound, _Tables(states, takings, self._level, self._model, None).seconds)
+        allocations = self._allocations(
+            rounded(self._speeds, self._kinds)[1] if self.inexact else self._speeds, max_replicas
+        )
+        return max(bound, _AllocationTables(states, allocations, self._level, self._model, None).seconds)
 
     def _least(self, states: States) -> float:
         """Seconds of all devices together."""
@@ -145,22 +151,22 @@ class UnequalDevices:
     def _speeds_below(self) -> Sequence[float]:
         return rounded(self._speeds, self._kinds)[0] if self.inexact else self._speeds
 
-    def _takings(self, speeds: Sequence[float], max_replicas: int) -> Takings:
-        return (in_given_order if self._is_given else in_any_order)(speeds, max_replicas)
+    def _allocations(self, speeds: Sequence[float], max_replicas: int) -> Allocations:
+        return (allocations_in_given_order if self._is_given else allocations_in_any_order)(speeds, max_replicas)
 
-    def _priced(self, stages: Sequence[Served], states: States, memory: Memory | None) -> list[Priced]:
-        parts = [Part(stage.start, stage.end, len(stage.devices), []) for stage in stages]
+    def _timed(self, stages: Sequence[StageOnDevices], states: States, memory: Memory | None) -> list[TimedStage]:
+        parts = [NestedStage(stage.start, stage.end, len(stage.devices), []) for stage in stages]
         again = recomputed(parts, states, memory, self._recompute)
         return [self._stage(stage, states, (stage.start, stage.end) in again) for stage in stages]
 
-    def _stage(self, served: Served, states: States, is_recomputed: bool) -> Priced:
+    def _stage(self, served: StageOnDevices, states: States, is_recomputed: bool) -> TimedStage:
         start, end, devices = served
         replicas, level, model = len(devices), self._level, self._model
         speed = min(self._speeds[device] for device in devices)
         forward, compute = (s / speed for s in states.seconds(start, end, is_recomputed))
         parameters = float(states.parameters[end] - states.parameters[start])
         sides = [float(model.boundary(states.crossing[state], replicas, level)) for state in (start, end)]
-        return Priced(
+        return TimedStage(
             start,
             end,
             replicas,
@@ -176,7 +182,7 @@ class UnequalDevices:
         )
 
 
-class _Way(NamedTuple):
+class _Variant(NamedTuple):
     """speeds: as they count; devices: whose they are. is_given: they are taken in this order."""
 
     speeds: Sequence[float]
@@ -184,26 +190,30 @@ class _Way(NamedTuple):
     is_given: bool
 
 
-class _Step(NamedTuple):
+class _AllocatedStage(NamedTuple):
     """A stage between two states, with the devices that it takes."""
 
     start: int
     end: int
-    taking: Taking
+    allocation: Allocation
 
 
-class _Tables:
+class _AllocationTables:
     """One search. _best[devices used, place, state]: seconds; of any number at 1 where memory is no matter."""
 
-    def __init__(self, states: States, takings: Takings, level: Level, model: CostModel, memory: Memory | None) -> None:
+    def __init__(
+        self, states: States, allocations: Allocations, level: Level, model: CostModel, memory: Memory | None
+    ) -> None:
         self._states = states
-        self._takings = takings
+        self._allocations = allocations
         self._level = level
         self._model = model
         self._memory = memory
-        self._kinds = {kind: i for i, kind in enumerate(sorted({taking[:2] for some in takings for taking in some}))}
-        self._most = _most_used(takings, states.count, level.count) if memory is not None else 1
-        self._best = np.full((self._most + 1, len(takings), states.count), np.inf)
+        self._kinds = {
+            kind: i for i, kind in enumerate(sorted({allocation[:2] for some in allocations for allocation in some}))
+        }
+        self._most = _most_used(allocations, states.count, level.count) if memory is not None else 1
+        self._best = np.full((self._most + 1, len(allocations), states.count), np.inf)
         self._best[0, :, -1] = 0
         if memory is None:
             self._best[1] = self._best[0]
@@ -214,7 +224,7 @@ class _Tables:
         """The slowest stage or boundary of the best plan; inf where none fits."""
         return float(self._best[1:, 0, 0].min())
 
-    def best(self) -> list[_Step] | None:
+    def best(self) -> list[_AllocatedStage] | None:
         """The stages of the best plan."""
         if not np.isfinite(self.seconds):
             return None
@@ -224,26 +234,26 @@ class _Tables:
         while state != self._states.count - 1:
             step = self._choice(used, place, state, enough)
             steps.append(step)
-            used, place, state = self._after(used, step.taking.replicas), step.taking.then, step.end
+            used, place, state = self._after(used, step.allocation.replicas), step.allocation.next_place, step.end
         return steps
 
     def _after(self, used: int, replicas: int) -> int:
         return used if self._memory is None else used - replicas
 
-    def _within(self, takings: Sequence[Taking], used: int) -> list[Taking]:
+    def _within(self, allocations: Sequence[Allocation], used: int) -> list[Allocation]:
         """Those that take no more devices than are to be used."""
-        return [taking for taking in takings if self._memory is None or taking.replicas <= used]
+        return [allocation for allocation in allocations if self._memory is None or allocation.replicas <= used]
 
     def _solve(self) -> None:
         for used in range(1, self._most + 1):
             costs = self._costs(used, slice(None))
-            for place in reversed(range(len(self._takings))):
-                taken = self._within(self._takings[place], used)
+            for place in reversed(range(len(self._allocations))):
+                taken = self._within(self._allocations[place], used)
                 for some in range(0, len(taken), self._at_once):
                     part = taken[some : some + self._at_once]
-                    kinds = [self._kinds[taking[:2]] for taking in part]
-                    after = [self._after(used, taking.replicas) for taking in part]
-                    rest = self._best[after, [taking.then for taking in part]]
+                    kinds = [self._kinds[allocation[:2]] for allocation in part]
+                    after = [self._after(used, allocation.replicas) for allocation in part]
+                    rest = self._best[after, [allocation.next_place for allocation in part]]
                     found = np.maximum(costs[kinds], rest[:, None, :]).min(axis=(0, 2))
                     np.minimum(self._best[used, place], found, out=self._best[used, place])
 
@@ -269,23 +279,23 @@ class _Tables:
             costs[kind] = np.maximum(stage, model.boundary(crossing, replicas, level))
         return costs
 
-    def _choice(self, used: int, place: int, state: int, enough: float) -> _Step:
+    def _choice(self, used: int, place: int, state: int, enough: float) -> _AllocatedStage:
         costs = self._costs(used, slice(state, state + 1))[:, 0]
-        for taking in sorted(self._within(self._takings[place], used)):  # as few devices as do, and slow ones
-            behind = self._best[self._after(used, taking.replicas), taking.then]
-            ends = np.flatnonzero(np.maximum(costs[self._kinds[taking[:2]]], behind) <= enough)
+        for allocation in sorted(self._within(self._allocations[place], used)):  # as few devices as do, and slow ones
+            behind = self._best[self._after(used, allocation.replicas), allocation.next_place]
+            ends = np.flatnonzero(np.maximum(costs[self._kinds[allocation[:2]]], behind) <= enough)
             if len(ends):
-                return _Step(state, int(ends[-1]), taking)
+                return _AllocatedStage(state, int(ends[-1]), allocation)
         raise AssertionError("the table holds a number that none of its choices makes")
 
 
-def _work(takings: Takings, states: int, memory: Memory | None, devices: int) -> float:
+def _work(allocations: Allocations, states: int, memory: Memory | None, devices: int) -> float:
     """About how many numbers a search compares."""
-    options = sum(len(some) for some in takings)
-    tables = 1 if memory is None else _most_used(takings, states, devices)
-    return tables * (options * states**2 + _OVERHEAD * len(takings))
+    options = sum(len(some) for some in allocations)
+    tables = 1 if memory is None else _most_used(allocations, states, devices)
+    return tables * (options * states**2 + _OVERHEAD * len(allocations))
 
 
-def _most_used(takings: Takings, states: int, devices: int) -> int:
+def _most_used(allocations: Allocations, states: int, devices: int) -> int:
     """Devices that a plan may use."""
-    return min((states - 1) * max(taking.replicas for taking in takings[0]), devices)
+    return min((states - 1) * max(allocation.replicas for allocation in allocations[0]), devices)

@@ -1,26 +1,26 @@
 """Search on devices that are all alike, on nested levels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 
 import numpy as np
 
 from lp_pipe.pipeline.partitioning.bounds import affordable, evenly, flat, lower_bound
 from lp_pipe.pipeline.partitioning.cost import UNLIMITED, CostModel, Memory
-from lp_pipe.pipeline.partitioning.fastest import fastest
-from lp_pipe.pipeline.partitioning.hosts import hosts_of
+from lp_pipe.pipeline.partitioning.dynamic_program import DynamicProgram, NestedStage
 from lp_pipe.pipeline.partitioning.in_a_row import InARow
-from lp_pipe.pipeline.partitioning.pricing import Priced, priced, recomputed, slowest
+from lp_pipe.pipeline.partitioning.min_time import min_time
 from lp_pipe.pipeline.partitioning.probing import fastest_found
 from lp_pipe.pipeline.partitioning.profile import Profile
-from lp_pipe.pipeline.partitioning.search import Part, Search
 from lp_pipe.pipeline.partitioning.states import States
+from lp_pipe.pipeline.partitioning.timed_stages import TimedStage, recomputed, slowest, timed_stages
 from lp_pipe.pipeline.partitioning.topology import Level
 
 _WINDOWED = 200  # states from which on it pays to know a plan before the search
 _ROUNDING = 1 + 1e-9
 
 
-class EqualDevices:
+class EqualSpeeds:
     """All devices of the levels."""
 
     def __init__(self, levels: tuple[Level, ...], model: CostModel, recompute: str) -> None:
@@ -48,16 +48,16 @@ class EqualDevices:
         """Whether a search within a memory limit takes no longer than one without."""
         return len(self._levels) > 1 and self.affordable(states.count, states.count, max_replicas, None) is not None
 
-    def searched(self, states: States, max_replicas: int, memory: Memory | None) -> list[Priced] | None:
+    def searched(self, states: States, max_replicas: int, memory: Memory | None) -> list[TimedStage] | None:
         """The best stages between these states; None: none fit the memory."""
         parts = self._parts(states, max_replicas, memory)
         if not parts:
             return None
-        return self._priced(parts, states, memory)
+        return self._timed(parts, states, memory)
 
     def of_all_cuts(
         self, states: States, max_replicas: int, memory: Memory | None, least: Callable[[], float]
-    ) -> list[Priced] | None:
+    ) -> list[TimedStage] | None:
         """Fast stages between all of these states, which are each within the next; None: none are found.
 
         least: seconds that no plan beats.
@@ -65,32 +65,32 @@ class EqualDevices:
         if len(self._levels) == 1:
             return None
         search = InARow(states, self._levels, self._model, memory or UNLIMITED, max_replicas)
-        parts = fastest_found(search.within, lambda parts: slowest(self._priced(parts, states, memory)), least())
-        return self._priced(parts, states, memory) if parts else None
+        parts = fastest_found(search.within, lambda parts: slowest(self._timed(parts, states, memory)), least())
+        return self._timed(parts, states, memory) if parts else None
 
-    def _priced(self, parts: list[Part], states: States, memory: Memory | None) -> list[Priced]:
+    def _timed(self, parts: list[NestedStage], states: States, memory: Memory | None) -> list[TimedStage]:
         again = recomputed(parts, states, memory, self._recompute)
-        stages = priced(parts, states, self._levels, self._model, again)
+        stages = timed_stages(parts, states, self._levels, self._model, again)
         return [stage._replace(hosts=hosts) for stage, hosts in zip(stages, hosts_of(parts, self._levels), strict=True)]
 
-    def _parts(self, states: States, max_replicas: int, memory: Memory | None) -> list[Part]:
+    def _parts(self, states: States, max_replicas: int, memory: Memory | None) -> list[NestedStage]:
         levels, model = self._levels, self._model
         is_long = affordable(states.count, states.count, levels, memory) is not None
         if len(levels) == 1 and states.is_chain and (memory is not None or is_long):
-            return fastest(states, levels[0], model, memory or UNLIMITED, max_replicas).parts
+            return min_time(states, levels[0], model, memory or UNLIMITED, max_replicas).parts
         upper = self._upper(states, levels, max_replicas) if memory is None and len(levels) == 1 else np.inf
-        search = Search(states, levels, model, max_replicas, memory, upper)
+        search = DynamicProgram(states, levels, model, max_replicas, memory, upper)
         return search.parts() if np.isfinite(search.seconds()) else []
 
     def lower_bound(self, states: States, profile: Profile, max_replicas: int, memory: Memory | None) -> float:
         """Seconds that no plan beats, where not all cuts could be searched."""
         bound = lower_bound(states, self._levels, self._model, max_replicas, profile)
         if states.is_complete and states.is_chain and memory is not None:
-            bound = max(bound, fastest(states, flat(self._levels), self._model, memory, max_replicas).most)
+            bound = max(bound, min_time(states, flat(self._levels), self._model, memory, max_replicas).most)
         elif states.is_complete:
             one_level = (flat(self._levels),)
             upper = self._upper(states, one_level, max_replicas)
-            search = Search(states, one_level, self._model, max_replicas, upper=upper)
+            search = DynamicProgram(states, one_level, self._model, max_replicas, upper=upper)
             bound = max(bound, search.seconds())
         return bound
 
@@ -98,8 +98,41 @@ class EqualDevices:
         """Seconds of a plan that is found fast: without replicas, and with few places to cut."""
         if states.count <= _WINDOWED:
             return np.inf
-        straight = Search(states, levels, self._model, 1).seconds() * _ROUNDING
+        straight = DynamicProgram(states, levels, self._model, 1).seconds() * _ROUNDING
         if max_replicas == 1:
             return straight
         few = states.only(evenly(states.count, _WINDOWED))
-        return min(straight, Search(few, levels, self._model, max_replicas, upper=straight).seconds() * _ROUNDING)
+        return min(
+            straight, DynamicProgram(few, levels, self._model, max_replicas, upper=straight).seconds() * _ROUNDING
+        )
+
+
+def hosts_of(parts: Sequence[NestedStage], levels: Sequence[Level]) -> list[tuple[int, ...]]:
+    """Of each innermost stage the hosts of its replicas, numbered from 0; empty where the levels do not say any.
+
+    A host is one of the level called "host", or else of the second level. A stage whose copies are on several groups
+    has its replicas there in turn, so that a micro-batch, which replica j mod r of each stage takes, stays in a group:
+
+        two hosts, each with a pipeline of two stages    stage 0: hosts 0 1    stage 1: hosts 0 1
+        the same with two replicas of its first stage    stage 0: hosts 0 1 0 1
+    """
+    names = [level.name for level in levels]
+    if "host" in names:
+        return _placed(parts, levels, names.index("host"))
+    if len(levels) > 1:
+        return _placed(parts, levels, 1)
+    return [() for _ in parts]
+
+
+def _placed(parts: Sequence[NestedStage], levels: Sequence[Level], host: int) -> list[tuple[int, ...]]:
+    """Counted from the first host of these levels, of which `host` is the place of that whose groups are hosts."""
+    inner = levels[:-1]
+    size = prod(level.count for level in inner[host:]) if len(inner) >= host else 0  # hosts of a group; 0: part of one
+    first = 0
+    found: list[tuple[int, ...]] = []
+    for part in parts:
+        for inside in _placed(part.inside, inner, host) if part.inside else [(0,)]:
+            every = range(part.replicas * len(inside))
+            found.append(tuple((first + j % part.replicas) * size + inside[j // part.replicas] for j in every))
+        first += part.replicas
+    return found

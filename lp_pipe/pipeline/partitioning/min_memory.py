@@ -2,40 +2,50 @@
 
 import numpy as np
 
-from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, CostModel, Memory, Values, Waiting
-from lp_pipe.pipeline.partitioning.fewest import ATTEMPTS, Asked, Found, Held, Ints, Pairs, fewest, with_least
-from lp_pipe.pipeline.partitioning.on_device import bytes_on_device
-from lp_pipe.pipeline.partitioning.search import Search, memory_needed
+from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, CostModel, Memory, Values, Waiting, bytes_on_device
+from lp_pipe.pipeline.partitioning.dynamic_program import DynamicProgram, memory_needed
+from lp_pipe.pipeline.partitioning.min_devices import (
+    ATTEMPTS,
+    ChainPlan,
+    Demand,
+    HeldByPair,
+    Ints,
+    Pairs,
+    min_devices,
+    search_min_limit,
+)
 from lp_pipe.pipeline.partitioning.states import Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
 
 _MOST_WORK = 2e5  # stages that begin at one state, with one number of replicas: some seconds
 
 
-def thriftiest(states: States, memory: Memory, devices: int, max_replicas: int) -> Found:
+def min_memory(states: States, memory: Memory, devices: int, max_replicas: int) -> ChainPlan:
     """One that fits, without replicas where such a one does; else the one that needs least. Its bytes are `most`.
 
     For devices on one level. On nested levels not all numbers of replicas can be had, so that more may be needed; the
     same holds for models so large that to find the least would take minutes.
     """
-    one_stage = float(_BytesAsked(states, memory, 1, 1).stages(0, np.array([states.count - 1]), np.array([0]))[0])
-    best = Found([0, states.count - 1], [1], one_stage, np.inf)
+    one_stage = float(_BytesNeeded(states, memory, 1, 1).stages(0, np.array([states.count - 1]), np.array([0]))[0])
+    best = ChainPlan([0, states.count - 1], [1], one_stage, np.inf)
     for most in sorted({1, max_replicas}):
-        found = fewest(states, _BytesAsked(states, memory, devices, most), memory.limit)
+        found = min_devices(states, _BytesNeeded(states, memory, devices, most), memory.limit)
         if found.cuts:
             return found
     for most in sorted({1, max_replicas}):
         attempts = ATTEMPTS if states.is_chain else int(max(6, _MOST_WORK / (states.count * most)))
-        best, least = with_least(states, _BytesAsked(states, memory, devices, most), best, 0.0, attempts)
+        best, least = search_min_limit(states, _BytesNeeded(states, memory, devices, most), best, 0.0, attempts)
     return best._replace(most=least)
 
 
-def least_bytes(states: States, levels: tuple[Level, ...], memory: Memory, max_replicas: int) -> float:
+def nested_min_memory(states: States, levels: tuple[Level, ...], memory: Memory, max_replicas: int) -> float:
     """What the fullest device of the plan that needs least on nested levels needs; takes as long as to search plans."""
-    return Search(states, levels, _Bytes("bytes"), max_replicas, memory, on_a_device=_bytes_on_a_device).seconds()
+    return DynamicProgram(
+        states, levels, _BytesModel("bytes"), max_replicas, memory, on_a_device=_bytes_on_a_device
+    ).seconds()
 
 
-class _Bytes(CostModel):
+class _BytesModel(CostModel):
     """A stage costs what its devices need, whatever its replicas, and boundaries nothing."""
 
     def stage(self, compute: Values, parameters: Values, replicas: Values, level: Level) -> Values:
@@ -46,11 +56,11 @@ class _Bytes(CostModel):
 
 
 def _bytes_on_a_device(states: States, memory: Memory | None, waiting: Waiting) -> Floats:
-    assert memory is not None, "least_bytes has one"
+    assert memory is not None, "nested_min_memory has one"
     return np.where(states.within, memory_needed(states, memory, waiting), np.inf)
 
 
-class _BytesAsked:
+class _BytesNeeded:
     """What the fullest device of a stage needs. A side of a boundary needs nothing."""
 
     def __init__(self, states: States, memory: Memory, devices: int, max_replicas: int) -> None:
@@ -59,12 +69,12 @@ class _BytesAsked:
         self._states = states
         self._memory = memory
         self.pairs = Pairs(devices, min(max_replicas, devices, enough))
-        self._held = Held(memory, self.pairs)
+        self._held = HeldByPair(memory, self.pairs)
         self.sides = np.zeros((states.count, self.pairs.max_replicas))
         self.least_before = self.least_behind = np.zeros(states.count, dtype=int)
 
     def stages(self, start: int, ends: Ints, places: Ints) -> Floats:
         return bytes_on_device(self._states, self._memory, start, ends, self._held.at(places))
 
-    def below(self, known: float) -> Asked:
+    def below(self, known: float) -> Demand:
         return self

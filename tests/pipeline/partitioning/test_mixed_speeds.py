@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.partitioning import device_orders, unequal
+from lp_pipe.pipeline.partitioning import device_orders, mixed_speeds
 from lp_pipe.pipeline.partitioning.device_orders import rounded
 from tests.pipeline.partitioning.brute_force import Layers, closed_sets, held
 from tests.pipeline.partitioning.test_partition import chain, profiles, random_chain
@@ -158,7 +158,7 @@ def test_equal_speeds_are_planned_as_devices_without() -> None:
 
 
 def test_where_all_cuts_would_take_too_long_the_plan_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unequal, "_MOST_WORK", 1e6)
+    monkeypatch.setattr(mixed_speeds, "_MOST_WORK", 1e6)
     plan = pp.partition(random_chain(100), topology(*[1.0] * 3, *[0.5] * 3, *[0.25] * 3))
     assert 0 < plan.proven_gap < 0.2
     assert "too many places to cut" in plan.reason

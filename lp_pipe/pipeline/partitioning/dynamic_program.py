@@ -16,8 +16,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lp_pipe.pipeline.partitioning.cost import CostModel, Memory, Values, Waiting
-from lp_pipe.pipeline.partitioning.on_device import Index, bytes_on_device, seconds_on_device
+from lp_pipe.pipeline.partitioning.cost import (
+    CostModel,
+    Index,
+    Memory,
+    Values,
+    Waiting,
+    bytes_on_device,
+    seconds_on_device,
+)
 from lp_pipe.pipeline.partitioning.states import Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
 
@@ -29,23 +36,23 @@ _ANY = 0  # in place of a number of devices, where that does not matter
 OnADevice = Callable[[States, Memory | None, Waiting], Floats]  # by [start, end] of a stage that holds so much
 
 
-class Part(NamedTuple):
+class NestedStage(NamedTuple):
     """A stage of one level, from state `start` to `end`, and how it is planned inside by the level below."""
 
     start: int
     end: int
     replicas: int
-    inside: "list[Part]"
+    inside: "list[NestedStage]"
 
 
-class _Table(NamedTuple):
+class _LevelTable(NamedTuple):
     """Seconds by [start, end, devices]: of whole stretches, and of those that begin behind a boundary of this level."""
 
     whole: Floats
     rest: Floats
 
 
-class _Place(NamedTuple):
+class _Subproblem(NamedTuple):
     """Which tables: of how many levels, of at most so many replicas.
 
     Where memory is limited, in one of the replicas that the levels above make of these: how many devices for each of
@@ -58,7 +65,7 @@ class _Place(NamedTuple):
     own: int
 
 
-class Search:
+class DynamicProgram:
     """One search, with all its tables.
 
     max_replicas: of a stage, over all levels. upper: seconds that a plan is known for; slower ones are left out.
@@ -82,7 +89,7 @@ class Search:
         self._upper = upper
         self._on_a_device = on_a_device if on_a_device is not None else device_seconds
         self._devices = [int(np.prod([level.count for level in levels[:depth]])) for depth in range(len(levels) + 1)]
-        self._tables: dict[_Place, dict[int, _Table]] = {}
+        self._tables: dict[_Subproblem, dict[int, _LevelTable]] = {}
         self._bottom: dict[Waiting, Floats] = {}
         # What a group computes in the time that a plan is known for; 0 where no layer takes any.
         of_group = max(upper * self._devices[-2], np.finfo(np.float64).tiny)
@@ -94,19 +101,19 @@ class Search:
         """The slowest stage or boundary of the best plan; or inf."""
         return min(float(table.whole[0, 0, -1]) for table in self._solved(self._top).values())
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[NestedStage]:
         """The best plan, with as few groups of the outermost level as that takes."""
         tables = self._solved(self._top)
         used = min(tables, key=lambda count: float(tables[count].whole[0, 0, -1]))
         return self._traced(self._top, used, 0, self._states.count - 1)
 
-    def _place(self, depth: int, replicas: int, behind: int, own: int) -> _Place:
+    def _place(self, depth: int, replicas: int, behind: int, own: int) -> _Subproblem:
         replicas = min(replicas, self._devices[depth])
         if self._memory is None:
-            return _Place(depth, replicas, 0, 0)
-        return _Place(depth, replicas, *self._memory.alike(behind, own, self._devices[depth]))
+            return _Subproblem(depth, replicas, 0, 0)
+        return _Subproblem(depth, replicas, *self._memory.alike(behind, own, self._devices[depth]))
 
-    def _below(self, place: _Place, replicas: int, behind: int) -> _Place:
+    def _below(self, place: _Subproblem, replicas: int, behind: int) -> _Subproblem:
         """Inside of a stage with so many replicas on this level, and so many devices behind it on this level.
 
         To round up level by level is the same as to divide by all replicas and round up once.
@@ -114,17 +121,17 @@ class Search:
         behind = -(-(place.behind + behind) // replicas)
         return self._place(place.depth - 1, place.replicas // replicas, behind, -(-place.own // replicas))
 
-    def _count(self, place: _Place) -> int:
+    def _count(self, place: _Subproblem) -> int:
         return self._levels[place.depth - 1].count
 
-    def _left(self, place: _Place, groups: int, replicas: int) -> int:
+    def _left(self, place: _Subproblem, groups: int, replicas: int) -> int:
         """Which column of the tables is for as many groups less; negative: there are too few.
 
         Of groups that are devices so many as are used are needed: such tables have one column.
         """
         return 0 if self._memory is not None and place.depth == 1 else groups - replicas
 
-    def _solved(self, place: _Place) -> dict[int, _Table]:
+    def _solved(self, place: _Subproblem) -> dict[int, _LevelTable]:
         """The tables by number of devices used."""
         if place in self._tables:
             return self._tables[place]
@@ -134,7 +141,7 @@ class Search:
         most = min(self._devices[place.depth], (n - 1) * place.replicas)
         for used in [_ANY] if self._memory is None else range(1, most + 1):
             shape = (n, ends, self._left(place, devices, 0) + 1)
-            tables[used] = _Table(np.full(shape, np.inf), np.full(shape, np.inf))
+            tables[used] = _LevelTable(np.full(shape, np.inf), np.full(shape, np.inf))
             options = list(self._options(place, used))
             for start in reversed(range(n - 1)):
                 if place == self._top and used == _ANY and self._upper < np.inf:
@@ -144,7 +151,7 @@ class Search:
                     self._fill(place, used, start, first, replicas, inside)
         return tables
 
-    def _options(self, place: _Place, used: int) -> Iterator[tuple[int, int, Floats]]:
+    def _options(self, place: _Subproblem, used: int) -> Iterator[tuple[int, int, Floats]]:
         """For the first stage of this level: its devices, its replicas, and what it takes inside.
 
         used: devices of it and of what is behind it on this level.
@@ -155,19 +162,19 @@ class Search:
                 if first // replicas in inside:
                     yield first, replicas, inside[first // replicas]
 
-    def _inside(self, place: _Place) -> dict[int, Floats]:
+    def _inside(self, place: _Subproblem) -> dict[int, Floats]:
         """Seconds by [start, end], by number of devices used, that a stage takes on all devices of the levels below."""
         if place.depth == 0:
             return self._leaves(place)
         return {used: table.whole[:, :, -1] for used, table in self._solved(place).items()}
 
-    def _leaves(self, place: _Place) -> dict[int, Floats]:
+    def _leaves(self, place: _Subproblem) -> dict[int, Floats]:
         waiting = self._memory.waiting(place.behind, place.own) if self._memory is not None else Waiting(0, 0)
         if waiting not in self._bottom:
             self._bottom[waiting] = self._on_a_device(self._states, self._memory, waiting)
         return {_ANY if self._memory is None else 1: self._bottom[waiting]}
 
-    def _fill(self, place: _Place, used: int, start: int, first: int, replicas: int, inside: Floats) -> None:
+    def _fill(self, place: _Subproblem, used: int, start: int, first: int, replicas: int, inside: Floats) -> None:
         """Offer all stages that begin at `start`, with so many devices and replicas, to the tables."""
         stage, leaving, entering = self._costs(place, start, replicas, inside)
         table, left = self._tables[place][used], self._left(place, self._count(place), replicas)
@@ -183,7 +190,7 @@ class Search:
         np.minimum(whole, found, out=whole)
         np.minimum(rest, np.maximum(found, entering), out=rest)
 
-    def _fill_window(self, place: _Place, start: int, insides: list[Floats]) -> None:
+    def _fill_window(self, place: _Subproblem, start: int, insides: list[Floats]) -> None:
         """As `_fill`, of the outermost level and all replicas at once, but only what may beat the plan that is known.
 
         Behind `start` are at least so many devices as its compute needs in that time, and before it, too.
@@ -208,7 +215,7 @@ class Search:
             table.rest[start, 0, counts] = np.minimum(table.rest[start, 0, counts], found.min(axis=0))
 
     def _costs(
-        self, place: _Place, start: int, replicas: Values, inside: Floats | list[Floats]
+        self, place: _Subproblem, start: int, replicas: Values, inside: Floats | list[Floats]
     ) -> tuple[Floats, Floats, Values]:
         """By each later state as the end: the stage alone, with the boundary behind it; and the boundary before it.
 
@@ -223,7 +230,7 @@ class Search:
         leaving = np.maximum(stage, self._model.boundary(states.crossing[start + 1 :], replicas, level))
         return stage, leaving, self._model.boundary(states.crossing[start], replicas, level)
 
-    def _traced(self, place: _Place, used: int, start: int, end: int) -> list[Part]:
+    def _traced(self, place: _Subproblem, used: int, start: int, end: int) -> list[NestedStage]:
         """The stages of a stretch: again the choices that made its number."""
         if place.depth == 0:
             return []
@@ -231,19 +238,19 @@ class Search:
         tables = self._tables[place]
         enough = float(tables[used].whole[start, column, -1])
         behind_boundary = False
-        parts: list[Part] = []
+        parts: list[NestedStage] = []
         while start != end:
             row = (tables[used].rest if behind_boundary else tables[used].whole)[start, column]
             groups = int(np.flatnonzero(row <= enough)[0])  # as few as do
             first, replicas, cut = self._choice(place, used, start, end, groups, enough, behind_boundary)
             below = self._below(place, replicas, used - first)
             inside = self._traced(below, first // replicas, start, cut) if below.depth else []
-            parts.append(Part(start, cut, replicas, inside))
+            parts.append(NestedStage(start, cut, replicas, inside))
             start, used, behind_boundary = cut, used - first, True
         return parts
 
     def _choice(
-        self, place: _Place, used: int, start: int, end: int, groups: int, enough: float, behind_boundary: bool
+        self, place: _Subproblem, used: int, start: int, end: int, groups: int, enough: float, behind_boundary: bool
     ) -> tuple[int, int, int]:
         """Of the first stage of a stretch: its devices, its replicas and its end."""
         column = 0 if place == self._top else end

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lp_pipe.pipeline.partitioning.cost import Memory, Waiting
-from lp_pipe.pipeline.partitioning.search import Part
+from lp_pipe.pipeline.partitioning.dynamic_program import NestedStage
 from lp_pipe.pipeline.partitioning.states import Floats, States
 
 ATTEMPTS = 200  # enough for a chain: a dozen or two do
@@ -39,7 +39,7 @@ class Pairs:
         self.up_to: Ints = np.searchsorted(self.total, np.arange(devices + 1), side="right")  # how many, by total
 
 
-class Held:
+class HeldByPair:
     """What a replica holds, by pair."""
 
     def __init__(self, memory: Memory, pairs: Pairs) -> None:
@@ -51,7 +51,7 @@ class Held:
         return Waiting(self._microbatches[places], self._versions[places])
 
 
-class Asked(Protocol):
+class Demand(Protocol):
     """What stages ask for, of which no one may have more than a limit; more for later ends, and more devices behind."""
 
     pairs: Pairs
@@ -63,12 +63,12 @@ class Asked(Protocol):
         """Of stages from one state to others, with those pairs; inf: that is none."""
         ...
 
-    def below(self, known: float) -> "Asked":
+    def below(self, known: float) -> "Demand":
         """The same for a search of plans that ask for less than one that is known."""
         ...
 
 
-class Found(NamedTuple):
+class ChainPlan(NamedTuple):
     """A plan: the states between its stages, with the first and the last, their replicas, and the most that one asks.
 
     cuts is empty where there is none. next_limit: the smallest that would allow a stage that the limit does not.
@@ -80,18 +80,20 @@ class Found(NamedTuple):
     next_limit: float
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[NestedStage]:
         """The plan's stages."""
         stages = zip(self.cuts[:-1], self.cuts[1:], self.replicas, strict=True)
-        return [Part(start, end, replicas, []) for start, end, replicas in stages]
+        return [NestedStage(start, end, replicas, []) for start, end, replicas in stages]
 
 
-def fewest(states: States, asked: Asked, limit: float) -> Found:
+def min_devices(states: States, demand: Demand, limit: float) -> ChainPlan:
     """The plan on the fewest devices whose stages, and sides of boundaries, ask for no more than the limit."""
-    return _Sweep(states, asked, limit).found()
+    return _Sweep(states, demand, limit).found()
 
 
-def with_least(states: States, asked: Asked, known: Found, least: float, attempts: int) -> tuple[Found, float]:
+def search_min_limit(
+    states: States, demand: Demand, known: ChainPlan, least: float, attempts: int
+) -> tuple[ChainPlan, float]:
     """The plan that asks for least, where one is known; and what no plan asks less than.
 
     The two are equal, unless the attempts were too few.
@@ -102,7 +104,7 @@ def with_least(states: States, asked: Asked, known: Found, least: float, attempt
         # By halves, and before that once whether there is anything better, which there seldom is.
         limit = (least + known.most) / 2 if attempt else known.most
         limit = max(least, min(limit, float(np.nextafter(known.most, 0))))
-        found = fewest(states, asked.below(known.most), limit)
+        found = min_devices(states, demand.below(known.most), limit)
         if found.cuts:
             known = found
         else:
@@ -113,13 +115,13 @@ def with_least(states: States, asked: Asked, known: Found, least: float, attempt
 class _Sweep:
     """From the last state backwards."""
 
-    def __init__(self, states: States, asked: Asked, limit: float) -> None:
+    def __init__(self, states: States, demand: Demand, limit: float) -> None:
         self._states = states
-        self._asked = asked
-        self._pairs = pairs = asked.pairs
+        self._demand = demand
+        self._pairs = pairs = demand.pairs
         self._limit = limit
-        self._allows = asked.sides <= limit
-        self._next_limit = float(asked.sides[~self._allows].min(initial=np.inf))
+        self._allows = demand.sides <= limit
+        self._next_limit = float(demand.sides[~self._allows].min(initial=np.inf))
         self._used = np.full(states.count, pairs.devices)  # none has so many behind it: no plan from there on
         self._most = np.zeros(states.count)
         self._ends = np.zeros(states.count, dtype=int)
@@ -135,7 +137,7 @@ class _Sweep:
         ends, places = self._candidates(start)
         if not len(ends):
             return
-        asks, total = self._asked.stages(start, ends, places), self._pairs.total[places]
+        asks, total = self._demand.stages(start, ends, places), self._pairs.total[places]
         fits = asks <= self._limit
         least = int(total[fits].min(initial=self._pairs.devices + 1))
         self._next_limit = min(self._next_limit, float(asks[total < least].min(initial=np.inf)))
@@ -143,7 +145,7 @@ class _Sweep:
             return
         best = np.flatnonzero(fits & (total == least))
         replicas, until = self._pairs.replicas[places[best]], ends[best]
-        sides = np.maximum(self._asked.sides[start, replicas - 1], self._asked.sides[until, replicas - 1])
+        sides = np.maximum(self._demand.sides[start, replicas - 1], self._demand.sides[until, replicas - 1])
         most = np.maximum(np.maximum(asks[best], sides), self._most[until])
         chosen = int(most.argmin())
         self._most[start], self._ends[start], self._replicas[start] = most[chosen], until[chosen], replicas[chosen]
@@ -151,9 +153,9 @@ class _Sweep:
 
     def _candidates(self, start: int) -> tuple[Ints, Ints]:
         """Ends of a stage from that state on that are worth a look, each with its pair."""
-        asked, pairs = self._asked, self._pairs
-        fewest = asked.least_behind[start]
-        most = pairs.devices - asked.least_before[start]
+        demand, pairs = self._demand, self._pairs
+        fewest = demand.least_behind[start]
+        most = pairs.devices - demand.least_before[start]
         if most < fewest:
             return np.zeros(0, dtype=int), np.zeros(0, dtype=int)
         low, high = pairs.up_to[max(fewest - 1, 0)], pairs.up_to[most]
@@ -172,12 +174,12 @@ class _Sweep:
         places = self._pairs.place[self._allows[start], used]
         self._first[places[places >= 0]] = start
 
-    def found(self) -> Found:
+    def found(self) -> ChainPlan:
         """The plan from the first state on, if there is one."""
         if not self._ends[0]:
-            return Found([], [], np.inf, self._next_limit)
+            return ChainPlan([], [], np.inf, self._next_limit)
         cuts = [0]
         while cuts[-1] != self._states.count - 1:
             cuts.append(int(self._ends[cuts[-1]]))
         replicas = [int(self._replicas[cut]) for cut in cuts[:-1]]
-        return Found(cuts, replicas, float(self._most[0]), self._next_limit)
+        return ChainPlan(cuts, replicas, float(self._most[0]), self._next_limit)
