@@ -4,9 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lp_pipe.pipeline.partitioning.cost import CostModel, Memory
-from lp_pipe.pipeline.partitioning.profile import Profile
-from lp_pipe.pipeline.partitioning.states import Floats, States
+from lp_pipe.pipeline.partitioning.cost import Memory
 from lp_pipe.pipeline.partitioning.topology import Level
 
 _MOST_WORK = 2e8  # numbers compared, a second or two
@@ -63,26 +61,3 @@ def near(cuts: Sequence[int], count: int, kept: int) -> list[int]:
 def evenly(count: int, kept: int) -> list[int]:
     """So many of the first `count` numbers, with the first and the last."""
     return [int(number) for number in np.linspace(0, count - 1, kept).astype(int)]
-
-
-def flat(levels: tuple[Level, ...]) -> Level:
-    """One level of all devices with the fastest links and no latency, which is never slower than the nested levels.
-
-    For replicas r1 within r2, (r1-1)/(r1² r2) + (r2-1)/r2² >= (r-1)/r² with r = r1·r2, and the outer all-reduce has no
-    fewer bytes than the inner one.
-    """
-    devices = int(np.prod([level.count for level in levels]))
-    return Level("all", devices, max(level.bandwidth for level in levels))
-
-
-def lower_bound(
-    states: States, levels: tuple[Level, ...], model: CostModel, max_replicas: int, profile: Profile
-) -> float:
-    """Seconds that no plan beats, known without a search."""
-    level = flat(levels)
-    bound = float(states.compute[-1]) / level.count
-    replicas: Floats = np.arange(1, max_replicas + 1, dtype=np.float64)
-    for layer in profile.layers:  # its stage has at least its compute and its parameters
-        compute = layer.forward_s + layer.backward_s
-        bound = max(bound, float(model.stage(compute, layer.parameter_bytes, replicas, level).min()))
-    return bound

@@ -108,8 +108,14 @@ class Memory(NamedTuple):
         kept = self.kept(parameters, activations, waiting)
         if self.recompute == "none":
             return kept
-        again = parameters * self._copies(waiting) + waiting.microbatches * entering + activations
-        return again if self.recompute == "full" else np.minimum(kept, again)
+        recomputed = self.needed_to_recompute(parameters, activations, entering, waiting)
+        return recomputed if self.recompute == "full" else np.minimum(kept, recomputed)
+
+    def needed_to_recompute(
+        self, parameters: Values, activations: Values, entering: Values, waiting: Waiting
+    ) -> Values:
+        """Return the bytes of a stage's device where the stage keeps its inputs only."""
+        return parameters * self._copies(waiting) + waiting.microbatches * entering + activations
 
     def kept(self, parameters: Values, activations: Values, waiting: Waiting) -> Values:
         """Bytes of a stage's device where nothing is recomputed."""

@@ -5,15 +5,15 @@ from math import prod
 
 import numpy as np
 
-from lp_pipe.pipeline.partitioning.bounds import affordable, evenly, flat, lower_bound
+from lp_pipe.pipeline.partitioning.bounded_search import BoundedPlan, fastest_found, lower_bound
+from lp_pipe.pipeline.partitioning.bounds import affordable, evenly
 from lp_pipe.pipeline.partitioning.cost import UNLIMITED, CostModel, Memory
 from lp_pipe.pipeline.partitioning.dynamic_program import DynamicProgram, NestedStage
-from lp_pipe.pipeline.partitioning.in_a_row import InARow
 from lp_pipe.pipeline.partitioning.min_time import min_time
-from lp_pipe.pipeline.partitioning.probing import fastest_found
+from lp_pipe.pipeline.partitioning.nested_levels import NestedLevels
 from lp_pipe.pipeline.partitioning.profile import Profile
 from lp_pipe.pipeline.partitioning.states import States
-from lp_pipe.pipeline.partitioning.timed_stages import TimedStage, recomputed, slowest, timed_stages
+from lp_pipe.pipeline.partitioning.timed_stages import TimedStage, recomputed, timed_stages
 from lp_pipe.pipeline.partitioning.topology import Level
 
 _WINDOWED = 200  # states from which on it pays to know a plan before the search
@@ -40,9 +40,9 @@ class EqualSpeeds:
             return count
         return None if states == most else most  # a chain is no trouble
 
-    def near(self, memory: Memory | None) -> float:
-        """Plans that take no more times the bound are good enough, where not all can be had."""
-        return 1.01
+    def acceptable_gap(self, memory: Memory | None) -> float:
+        """Return the gap of plans that are good enough where a search of all takes too long."""
+        return 0.01
 
     def is_as_fast_within_memory(self, states: States, max_replicas: int) -> bool:
         """Whether a search within a memory limit takes no longer than one without."""
@@ -57,16 +57,15 @@ class EqualSpeeds:
 
     def of_all_cuts(
         self, states: States, max_replicas: int, memory: Memory | None, least: Callable[[], float]
-    ) -> list[TimedStage] | None:
-        """Fast stages between all of these states, which are each within the next; None: none are found.
+    ) -> BoundedPlan | None:
+        """Return a fast plan between all of these states, which are each within the next; None: none is found.
 
-        least: seconds that no plan beats.
+        least: computes the seconds that no plan beats.
         """
         if len(self._levels) == 1:
             return None
-        search = InARow(states, self._levels, self._model, memory or UNLIMITED, max_replicas)
-        parts = fastest_found(search.within, lambda parts: slowest(self._timed(parts, states, memory)), least())
-        return self._timed(parts, states, memory) if parts else None
+        search = NestedLevels(states, self._levels, self._model, memory, max_replicas)
+        return fastest_found(search.within, lambda parts: self._timed(parts, states, memory), least())
 
     def _timed(self, parts: list[NestedStage], states: States, memory: Memory | None) -> list[TimedStage]:
         again = recomputed(parts, states, memory, self._recompute)
@@ -84,11 +83,13 @@ class EqualSpeeds:
 
     def lower_bound(self, states: States, profile: Profile, max_replicas: int, memory: Memory | None) -> float:
         """Seconds that no plan beats, where not all cuts could be searched."""
-        bound = lower_bound(states, self._levels, self._model, max_replicas, profile)
+        level = _flat(self._levels)
+        compute = float(states.compute[-1])
+        bound = lower_bound(compute, [1.0] * level.count, level, self._model, max_replicas, profile)
         if states.is_complete and states.is_chain and memory is not None:
-            bound = max(bound, min_time(states, flat(self._levels), self._model, memory, max_replicas).most)
+            bound = max(bound, min_time(states, _flat(self._levels), self._model, memory, max_replicas).most)
         elif states.is_complete:
-            one_level = (flat(self._levels),)
+            one_level = (_flat(self._levels),)
             upper = self._upper(states, one_level, max_replicas)
             search = DynamicProgram(states, one_level, self._model, max_replicas, upper=upper)
             bound = max(bound, search.seconds())
@@ -136,3 +137,13 @@ def _placed(parts: Sequence[NestedStage], levels: Sequence[Level], host: int) ->
             found.append(tuple((first + j % part.replicas) * size + inside[j // part.replicas] for j in every))
         first += part.replicas
     return found
+
+
+def _flat(levels: tuple[Level, ...]) -> Level:
+    """One level of all devices with the fastest links and no latency, which is never slower than the nested levels.
+
+    For replicas r1 within r2, (r1-1)/(r1² r2) + (r2-1)/r2² >= (r-1)/r² with r = r1·r2, and the outer all-reduce has no
+    fewer bytes than the inner one.
+    """
+    devices = int(np.prod([level.count for level in levels]))
+    return Level("all", devices, max(level.bandwidth for level in levels))

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lp_pipe.pipeline.partitioning.any_order import AnyOrder, StageOnDevices, can_search
-from lp_pipe.pipeline.partitioning.cost import UNLIMITED, CostModel, Memory, Waiting
+from lp_pipe.pipeline.partitioning.bounded_search import BoundedPlan, fastest_found, lower_bound
+from lp_pipe.pipeline.partitioning.cost import CostModel, Memory, Waiting
+from lp_pipe.pipeline.partitioning.counted_speeds import CountedSpeeds, StageOnDevices, can_count
 from lp_pipe.pipeline.partitioning.device_orders import (
     Allocation,
     Allocations,
@@ -26,7 +27,6 @@ from lp_pipe.pipeline.partitioning.device_orders import (
     rounded,
 )
 from lp_pipe.pipeline.partitioning.dynamic_program import NestedStage, device_seconds
-from lp_pipe.pipeline.partitioning.probing import fastest_found
 from lp_pipe.pipeline.partitioning.profile import Profile
 from lp_pipe.pipeline.partitioning.states import Floats, States
 from lp_pipe.pipeline.partitioning.timed_stages import TimedStage, recomputed, slowest
@@ -71,9 +71,9 @@ class MixedSpeeds:
             count = max(2, int(count * 0.9))
         return count
 
-    def near(self, memory: Memory | None) -> float:
-        """Plans that take no more times the bound are good enough, where not all can be had."""
-        return 1.05 if memory is None else np.inf  # of which bounds take no account, and tables take a minute
+    def acceptable_gap(self, memory: Memory | None) -> float:
+        """Return the gap of plans that are good enough where a search of all takes too long."""
+        return 0.05 if memory is None else np.inf  # of which bounds take no account, and tables take a minute
 
     def is_as_fast_within_memory(self, states: States, max_replicas: int) -> bool:
         """Whether a search within a memory limit takes no longer than one without."""
@@ -83,21 +83,21 @@ class MixedSpeeds:
         """The best stages between these states; None: none fit the memory."""
         found = [self._found(way, states, max_replicas, memory) for way in self._ways()]
         if self.inexact and states.is_chain:
-            found.append(self.of_all_cuts(states, max_replicas, memory, lambda: self._least(states)))
+            plan = self.of_all_cuts(states, max_replicas, memory, lambda: self._least(states))
+            found.append(plan.stages if plan is not None else None)
         return min((stages for stages in found if stages is not None), key=slowest, default=None)
 
     def of_all_cuts(
         self, states: States, max_replicas: int, memory: Memory | None, least: Callable[[], float]
-    ) -> list[TimedStage] | None:
-        """Fast stages between all of these states, which are each within the next; None: none are found.
+    ) -> BoundedPlan | None:
+        """Return a fast plan between all of these states, which are each within the next; None: none is found.
 
-        least: seconds that no plan beats.
+        least: computes the seconds that no plan beats.
         """
-        if self._is_given or not can_search(self._speeds) or (memory is not None and self._recompute == "full"):
+        if self._is_given or not can_count(self._speeds):
             return None
-        search = AnyOrder(states, self._level, self._speeds, self._model, memory or UNLIMITED, max_replicas)
-        served = fastest_found(search.within, lambda served: slowest(self._timed(served, states, memory)), least())
-        return self._timed(served, states, memory) if served else None
+        search = CountedSpeeds(states, self._level, self._speeds, self._model, memory, max_replicas)
+        return fastest_found(search.within, lambda found: self._timed(found, states, memory), least())
 
     def _ways(self) -> "list[_Variant]":
         """How to search: one way is enough where that is exact."""
@@ -128,12 +128,8 @@ class MixedSpeeds:
 
     def lower_bound(self, states: States, profile: Profile, max_replicas: int, memory: Memory | None) -> float:
         """Seconds that no plan beats, where not all could be searched; with a memory limit a rough bound only."""
-        fastest = max(self._speeds)
-        bound = self._least(states)
-        replicas: Floats = np.arange(1, max_replicas + 1, dtype=np.float64)
-        for layer in profile.layers:
-            compute = (layer.forward_s + layer.backward_s) / fastest
-            bound = max(bound, float(self._model.stage(compute, layer.parameter_bytes, replicas, self._level).min()))
+        compute = float(states.compute[-1])
+        bound = lower_bound(compute, self._speeds, self._level, self._model, max_replicas, profile)
         if memory is not None:
             return bound
         if not states.is_complete or self.affordable(states.count, states.count, max_replicas, None) is not None:

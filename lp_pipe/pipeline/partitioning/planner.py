@@ -173,7 +173,7 @@ class _Partitioner:
         return stages, states, max(bound, within)
 
     def _bounded(self, memory: Memory | None) -> tuple[list[TimedStage], States, float]:
-        stages, states = self._best(self._max_replicas, memory, self._devices.near(memory))
+        stages, states = self._best(self._max_replicas, memory, self._devices.acceptable_gap(memory))
         is_exact = states.is_complete and not self._devices.inexact
         return stages, states, slowest(stages) if is_exact else self._bound(self._max_replicas, memory)
 
@@ -198,10 +198,10 @@ class _Partitioner:
             f"{memory.limit:,.0f}; use more devices{again}, or smaller micro-batches"
         )
 
-    def _best(self, max_replicas: int, memory: Memory | None, near: float) -> tuple[list[TimedStage], States]:
+    def _best(self, max_replicas: int, memory: Memory | None, acceptable_gap: float) -> tuple[list[TimedStage], States]:
         """The best stages, and the states they are between; where to search all takes too long, good ones.
 
-        near: those that take so many times the bound are good enough.
+        acceptable_gap: of plans that are good enough.
         """
         states, order = self._states, self._prefixes
         count = self._devices.affordable(states.count, order.count, max_replicas, memory)
@@ -211,8 +211,9 @@ class _Partitioner:
                 assert memory is not None, "without a limit any plan fits"
                 raise self._too_little(memory, memory.limit)
             return stages, states
-        found = self._of_all_cuts(order, max_replicas, memory)
-        if not found or slowest(found[0][0]) > near * self._bound(max_replicas, memory):
+        plan = self._devices.of_all_cuts(order, max_replicas, memory, lambda: self._bound(max_replicas, memory))
+        found = [] if plan is None else [(plan.stages, order.only(range(order.count)))]
+        if plan is None or plan.gap > acceptable_gap:
             found += self._among_some(order, count, max_replicas, memory)
         if not found:
             raise PartitionError(
@@ -220,13 +221,6 @@ class _Partitioner:
                 "long; use more memory or a topology of one level"
             )
         return min(found, key=lambda stages: slowest(stages[0]))
-
-    def _of_all_cuts(
-        self, order: States, max_replicas: int, memory: Memory | None
-    ) -> list[tuple[list[TimedStage], States]]:
-        """Of those plans that are found fast between all states of the order, the best one, if there are any."""
-        stages = self._devices.of_all_cuts(order, max_replicas, memory, lambda: self._bound(max_replicas, memory))
-        return [(stages, order.only(range(order.count)))] if stages is not None else []
 
     def _among_some(
         self, order: States, count: int, max_replicas: int, memory: Memory | None

@@ -1,12 +1,15 @@
 import random
 import time
+from collections.abc import Collection
 
 import pytest
 
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.partitioning.any_order import AnyOrder, StageOnDevices
-from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, COST_MODELS, SCHEDULES, UNLIMITED, CostModel, Memory
+from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, COST_MODELS, SCHEDULES, CostModel, Memory
+from lp_pipe.pipeline.partitioning.counted_speeds import CountedSpeeds, StageOnDevices
+from lp_pipe.pipeline.partitioning.dynamic_program import NestedStage
 from lp_pipe.pipeline.partitioning.states import states_of
+from lp_pipe.pipeline.partitioning.timed_stages import recomputed
 from tests.pipeline.partitioning.brute_force import fullest
 from tests.pipeline.partitioning.test_min_time import profile_of
 
@@ -15,7 +18,7 @@ FAST_LINKS = pp.Level("device", 3, 1e9)
 
 def test_stages_get_devices_of_a_speed_that_they_need_wherever_those_are_in_the_list() -> None:
     states = states_of(profile_of([(1.0, 1.0, 0.0, 0.0), (4.0, 4.0, 0.0, 9.0), (1.0, 1.0, 0.0, 0.0)]), "none", 10)
-    search = AnyOrder(states, FAST_LINKS, (1.0, 4.0, 1.0), CostModel("pipedream"), UNLIMITED, 1)
+    search = CountedSpeeds(states, FAST_LINKS, (1.0, 4.0, 1.0), CostModel("pipedream"), None, 1)
     found = search.within(2.0)
     assert [(stage.start, stage.end) for stage in found] == [(0, 1), (1, 2), (2, 3)]
     assert found[1] == StageOnDevices(1, 2, (1,)) and {found[0].devices, found[2].devices} == {(0,), (2,)}
@@ -32,15 +35,26 @@ def test_what_is_found_keeps_to_the_time_and_the_memory_and_serves_each_device_o
         speeds = tuple(draw.choice([1.0, 0.7, 0.25]) for _ in range(draw.randint(1, 8)))
         level = pp.Level("x", len(speeds), draw.choice([0.5, 3.0, 40.0]), draw.choice([0.0, 0.1]))
         model, limit, most = CostModel(draw.choice(COST_MODELS)), draw.choice([1e9, draw.uniform(1, 40)]), 3
-        profile, memory = profile_of(layers), Memory(limit, 2.0, schedule, "none", 8)
-        states = states_of(profile, "none", 20)
+        recompute = draw.choice(["none", "full", "auto"])
+        profile, memory = profile_of(layers), Memory(limit, 2.0, schedule, recompute, 8)
+        states = states_of(profile, recompute, 20)
         asked = draw.uniform(1.0, 4.0) * float(states.compute[-1]) / sum(speeds)
-        stages = AnyOrder(states, level, speeds, model, memory, most).within(asked)
+        stages = CountedSpeeds(states, level, speeds, model, memory, most).within(asked)
         if stages:
             found += 1
-            assert _seconds(stages, layers, speeds, level, model) <= asked * 1.000001
-            names = [tuple(f"l{i}" for i in range(stage.start, stage.end)) for stage in stages]
-            planned = [pp.PlannedStage(name, len(s.devices), 0.0) for name, s in zip(names, stages, strict=True)]
+            again = recomputed(
+                [NestedStage(s.start, s.end, len(s.devices), []) for s in stages], states, memory, recompute
+            )
+            assert _seconds(stages, layers, speeds, level, model, again) <= asked * 1.000001
+            planned = [
+                pp.PlannedStage(
+                    tuple(f"l{i}" for i in range(s.start, s.end)),
+                    len(s.devices),
+                    0.0,
+                    recompute="full" if (s.start, s.end) in again else "none",
+                )
+                for s in stages
+            ]
             assert fullest(pp.Plan(tuple(planned), 0.0), profile, schedule, 2.0, 8) <= limit
             used = [device for stage in stages for device in stage.devices]
             assert len(set(used)) == len(used) and [stage.end for stage in stages][-1] == len(layers)
@@ -53,12 +67,16 @@ def _seconds(
     speeds: tuple[float, ...],
     level: pp.Level,
     model: CostModel,
+    again: Collection[tuple[int, int]],
 ) -> float:
     """The slowest stage or side, by the formulas in docs/partitioning.md."""
     slowest = 0.0
     for start, end, devices in stages:
         r = len(devices)
-        compute = sum(layer[0] + layer[1] for layer in layers[start:end]) / min(speeds[device] for device in devices)
+        forwards = 2 if (start, end) in again else 1
+        compute = sum(forwards * layer[0] + layer[1] for layer in layers[start:end]) / min(
+            speeds[device] for device in devices
+        )
         exchange = 4 * (r - 1) * sum(layer[3] for layer in layers[start:end]) / (r * level.bandwidth)
         exchange += 2 * (r - 1) * level.latency
         took = compute + exchange if model.name == "pipedream" else max(compute, exchange)

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, COST_MODELS, SCHEDULES, UNLIMITED, CostModel, Memory
+from lp_pipe.pipeline.partitioning.bounded_search import fastest_found
+from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, COST_MODELS, SCHEDULES, CostModel, Memory
 from lp_pipe.pipeline.partitioning.dynamic_program import NestedStage
-from lp_pipe.pipeline.partitioning.in_a_row import InARow
 from lp_pipe.pipeline.partitioning.min_memory import min_memory
-from lp_pipe.pipeline.partitioning.probing import fastest_found
+from lp_pipe.pipeline.partitioning.nested_levels import NestedLevels
 from lp_pipe.pipeline.partitioning.states import states_of
 from lp_pipe.pipeline.partitioning.timed_stages import fits, recomputed, slowest, timed_stages
 from tests.pipeline.partitioning.brute_force import best, fullest
@@ -27,7 +27,7 @@ def test_a_stage_has_whole_groups_or_devices_of_one_which_it_may_share() -> None
     profile = profile_of(
         [(8.0, 0.0, 0.0, 0.0), (2.0, 0.0, 0.0, 0.0), (1.0, 0.0, 0.0, 100.0)]
     )  # replicas of the last are dear
-    search = InARow(states_of(profile, "none", 10), GROUPS_OF_FOUR, MODEL, UNLIMITED, 12)
+    search = NestedLevels(states_of(profile, "none", 10), GROUPS_OF_FOUR, MODEL, None, 12)
     assert search.within(0.99) == []
     assert search.within(1.0) == [
         NestedStage(0, 1, 2, [NestedStage(0, 1, 4, [])]),
@@ -40,9 +40,9 @@ def test_stages_on_two_groups_send_over_the_link_between_them() -> None:
     levels = (pp.Level("device", 2, 100.0), pp.Level("host", 2, 1.0))
     assert [
         (part.start, part.end, len(part.inside))
-        for part in InARow(states_of(profile, "none", 10), levels, MODEL, UNLIMITED, 1).within(3.0)
+        for part in NestedLevels(states_of(profile, "none", 10), levels, MODEL, None, 1).within(3.0)
     ] == [(0, 2, 2), (2, 4, 2)]
-    assert InARow(states_of(profile, "none", 10), levels[::-1], MODEL, UNLIMITED, 1).within(3.0) == []
+    assert NestedLevels(states_of(profile, "none", 10), levels[::-1], MODEL, None, 1).within(3.0) == []
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES)
@@ -59,7 +59,7 @@ def test_what_is_found_fits_and_keeps_to_the_time_and_to_the_devices_there_are(s
         model, memory = CostModel(draw.choice(COST_MODELS)), Memory(limit, 2.0, schedule, recompute, 3)
         states = states_of(profile_of(layers), recompute, 20)
         asked = draw.uniform(1.0, 4.0) * float(states.compute[-1]) / prod(level.count for level in levels)
-        parts = InARow(states, levels, model, memory, most).within(asked)
+        parts = NestedLevels(states, levels, model, memory, most).within(asked)
         if parts:
             found += 1
             stages = timed_stages(parts, states, levels, model, recomputed(parts, states, memory, recompute))
@@ -90,13 +90,14 @@ def test_nothing_that_is_found_beats_brute_force(
     profile, memory = profile_of(measured), Memory(limit, 2.0, schedule, "none", 3)
     bound = best(profile, pp.Topology(tuple(levels), limit), schedule=schedule, microbatches=3)
     states = states_of(profile, "none", 10)
-    search = InARow(states, levels, MODEL, memory, 9)
-    parts = fastest_found(
-        search.within, lambda parts: slowest(timed_stages(parts, states, levels, MODEL, frozenset())), least=0.0
+    search = NestedLevels(states, levels, MODEL, memory, 9)
+    plan = fastest_found(
+        search.within, lambda parts: timed_stages(parts, states, levels, MODEL, frozenset()), least=bound
     )
-    if parts:
-        assert slowest(timed_stages(parts, states, levels, MODEL, frozenset())) >= bound * 0.999999
-    assert not parts or bound < float("inf")
+    if plan is not None:
+        assert plan.seconds >= bound * 0.999999
+        assert plan.gap == pytest.approx(max(0.0, plan.seconds / bound - 1) if bound else 0.0)
+    assert plan is None or bound < float("inf")
 
 
 @pytest.mark.parametrize(
