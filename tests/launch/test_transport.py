@@ -1,0 +1,83 @@
+"""What carries the traffic between hosts: with transport="grpc" all of it is gRPC, with the same results."""
+
+import functools
+import socket
+import ssl
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import lp_pipe as lp
+import lp_pipe.pipeline as pp
+from lp_pipe.launch.engines.base import Invitation, StartedAgent
+from lp_pipe.launch.engines.local import LocalEngine
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+WITHIN_S = 60.0
+BATCH = torch.arange(8.0).reshape(8, 1)
+
+
+def protocol_at(port: int) -> str | None:
+    """Return what the listener chooses of HTTP/2: gRPC's servers say "h2", other TLS listeners nothing."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    with socket.create_connection(("127.0.0.1", port), WITHIN_S) as plain, context.wrap_socket(plain) as secured:
+        return secured.selected_alpn_protocol()
+
+
+class ObservedEngine(LocalEngine):
+    """The agents of two hosts, with what the launcher's own listener speaks while they join."""
+
+    def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
+        self.port = int(invitation.addresses[0].rpartition(":")[2])
+        self.protocol = protocol_at(self.port)
+        return super().start(invitation)
+
+
+class Trainer:
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def train(self) -> list[float]:
+        return [float(self._model.step((BATCH, 2 * BATCH)).loss) for _ in range(2)]
+
+
+def program() -> lp.Program:
+    """Two stages and their trainer: calls, and channels between hosts."""
+    layers = [pp.Layer(torch.nn.Linear, 1, 1), pp.Layer(torch.nn.Linear, 1, 1)]
+    model = pp.Model(layers, torch.nn.functional.mse_loss, functools.partial(torch.optim.SGD, lr=1e-3))
+    made = lp.Program("transport")
+    pipeline = pp.add_pipeline(made, model, stages=2)
+    made.add_node(lp.CourierNode(Trainer, pipeline), label="trainer")
+    return made
+
+
+def tcp_connections() -> Iterator[Any]:
+    """Yield those of all processes of the run, of which this one is the launcher."""
+    own = psutil.Process()
+    for process in [own, *own.children(recursive=True)]:
+        yield from process.net_connections("tcp")
+
+
+@pytest.mark.parametrize(("transport", "protocol"), [("grpc", "h2"), ("tls", None)])
+def test_everything_between_hosts_goes_by_the_transport(transport: str, protocol: str | None) -> None:
+    with lp.launch(program(), "thread") as run:
+        expected = run.client("trainer").train()
+    engine = ObservedEngine("2")
+    before = {(found.laddr, found.raddr) for found in tcp_connections()}
+    with lp.launch(program(), "multi_host", engine=engine, transport=transport) as run:
+        assert run.client("trainer").train() == expected
+        found = [one for one in tcp_connections() if (one.laddr, one.raddr) not in before]
+        listening = {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
+        connected = [one for one in found if one.status == psutil.CONN_ESTABLISHED]
+        assert engine.protocol == protocol
+        assert {port: protocol_at(port) for port in listening} == dict.fromkeys(listening, protocol)
+        assert len(listening) >= 3, "two stages and the trainer"
+        ends = {frozenset((one.laddr.port, one.raddr.port)) for one in connected}
+        assert len([ports for ports in ends if engine.port in ports]) == 2, "the agents' supervision"
+        assert [ports for ports in ends if not ports & {engine.port, *listening}] == []
