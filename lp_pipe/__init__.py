@@ -40,6 +40,7 @@ from lp_pipe.nodes import cache_info as cache_info
 from lp_pipe.program import Program as Program
 from lp_pipe.resources import Resources as Resources
 from lp_pipe.rpc import CourierClient as CourierClient
+from lp_pipe.rpc import CourierServer as CourierServer
 from lp_pipe.rpc import batched_handler as batched_handler
 from lp_pipe.rpc import list_methods as list_methods
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import grpc
 
+from lp_pipe.connections import port_tokens
 from lp_pipe.connections.chunks import CHUNK_BYTES
 from lp_pipe.connections.credentials import RUN_NAME, Credentials, current_credentials, token_credentials
 from lp_pipe.connections.resource_limits import check_descriptors
 from lp_pipe.connections.tcp_endpoint import TcpEndpoint
+from lp_pipe.errors import Unauthenticated, Unavailable
 
 SERVICE, METHOD = "lp_pipe.ConnectionService", "Connect"
 # A client sends a random number and a proof that it knows the token; the listener's welcome is a proof too. The token
@@ -52,6 +54,23 @@ _SERVER_OPTIONS = [
 def credentials_for(where: TcpEndpoint) -> Credentials:
     """Return the credentials of the endpoint's own token if it has one, else this process's."""
     return token_credentials(where.token) if where.token else current_credentials()
+
+
+def credentials_to_connect(where: TcpEndpoint) -> Credentials:
+    """Return the credentials for a listener elsewhere: of a plain endpoint those that its process has published.
+
+    Raises:
+        Unavailable: no process of this user serves there, and this one has no credentials of a run.
+    """
+    if where.token or where.is_secure:
+        return credentials_for(where)
+    published = port_tokens.find(where.port)
+    if published:
+        return token_credentials(published)
+    try:
+        return current_credentials()
+    except Unauthenticated as error:
+        raise Unavailable(f"no process of this user on this host serves at {where}") from error
 
 
 def greeting(credentials: Credentials, port: int) -> dict[str, str]:

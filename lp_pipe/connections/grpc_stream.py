@@ -31,6 +31,7 @@ from lp_pipe.connections.grpc_channels import (
     WELCOME,
     ThreadPerCall,
     credentials_for,
+    credentials_to_connect,
 )
 from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.resource_limits import describe_rejection
@@ -193,7 +194,7 @@ def connect(
     """
     where = parse_to_connect(endpoint)
     endpoint = str(where)  # so that messages do not show the token
-    credentials = credentials or credentials_for(where)
+    credentials = credentials or credentials_to_connect(where)
     channel = grpc_channels.open_channel(where, credentials, silence_s)
     outbox = Outbox()
     said = grpc_channels.greeting(credentials, where.port)

@@ -5,6 +5,7 @@ may connect.
 """
 
 import ipaddress
+import re
 from typing import NamedTuple
 
 from lp_pipe.errors import Unavailable
@@ -12,6 +13,8 @@ from lp_pipe.errors import Unavailable
 PLAIN, SECURE, TLS = "grpc:", "grpcs:", "tls:"
 GRPC_SCHEMES = (PLAIN, SECURE)
 SCHEMES = (*GRPC_SCHEMES, TLS)
+
+_HOST_AND_PORT = re.compile(r"([\w.-]+|\[[\da-fA-F:]+\]):\d+")
 
 # The reason of a TCP connection that ended without one.
 GONE = "the connection ended without a reason (the peer's process ended or was killed, or its host is unreachable)"
@@ -74,6 +77,11 @@ def parse(endpoint: str) -> TcpEndpoint:
     if _is_wildcard(found.host):
         raise ValueError(f"{endpoint} does not say how others reach this host; use {scheme}NAME@{hosts}:{port}")
     return found
+
+
+def as_endpoint(text: str) -> str:
+    """Return "grpc:HOST:PORT" for "HOST:PORT", and any other text as it is."""
+    return f"{PLAIN}{text}" if _HOST_AND_PORT.fullmatch(text) else text
 
 
 def parse_to_connect(endpoint: str) -> TcpEndpoint:

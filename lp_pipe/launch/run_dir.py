@@ -9,8 +9,8 @@ from pathlib import Path
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.cleanup import prune_runs
 from lp_pipe.launch.run_records import read_record
-from lp_pipe.launch.user_folders import is_temporary, state_folder
 from lp_pipe.telemetry.run_folder import RunFolder
+from lp_pipe.user_folders import is_temporary, state_folder
 
 _log = logging.getLogger(__name__)
 

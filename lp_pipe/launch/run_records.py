@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from lp_pipe.connections import unix
 from lp_pipe.launch.processes.process_tree import start_time
-from lp_pipe.launch.user_folders import make_private, state_folder
 from lp_pipe.telemetry.run_folder import RunFolder
 from lp_pipe.telemetry.whole_file import write_whole
+from lp_pipe.user_folders import make_private, state_folder
 
 
 @dataclass(frozen=True)

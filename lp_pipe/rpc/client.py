@@ -10,7 +10,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lp_pipe import connections
-from lp_pipe.connections import frames
+from lp_pipe.connections import frames, tcp_endpoint
 from lp_pipe.connections.resource_limits import describe_error
 from lp_pipe.errors import DeadlineExceeded, SerializationError, Unavailable
 from lp_pipe.launched import caused_by_first_failure, set_first_failure_as_cause
@@ -45,7 +45,8 @@ class CourierClient:
     `await client.aio.method(...)` is for event loops. A handler that is a generator is iterated as it produces:
     `for item in client.method()`, `async for item in client.aio.method()`.
 
-    address: what another client's `.address` gave; ValueError for anything else.
+    address: what another client's `.address` gave, or "host:port" of a CourierServer on this host; ValueError for
+        anything else.
     call_timeout: seconds (or a timedelta) per call; None or 0: no limit.
     wait_for_ready: wait while the server is not up; False: Unavailable at once.
 
@@ -66,7 +67,7 @@ class CourierClient:
         peer: str = "",
     ) -> None:
         if not connections.is_endpoint(address):
-            raise ValueError(f"CourierClient({address!r}): this is no server's address: use .address of another client")
+            address = _plain_endpoint(address)
         self._address = address
         self._call_timeout_s = deadlines.seconds(call_timeout)
         self._wait_for_ready = wait_for_ready
@@ -297,6 +298,18 @@ class CourierClient:
 
     def _too_late(self, method: str) -> DeadlineExceeded:
         return deadlines.too_late(self._peer, method, self._call_timeout_s)
+
+
+def _plain_endpoint(address: object) -> str:
+    """Return the endpoint of "host:port".
+
+    Raises:
+        ValueError: it is something else, or another host, to which an unencrypted connection is refused.
+    """
+    endpoint = tcp_endpoint.as_endpoint(address) if isinstance(address, str) else address
+    if not isinstance(endpoint, str) or endpoint == address:
+        raise ValueError(f"CourierClient({address!r}): this is no server's address: use .address of another client")
+    return str(tcp_endpoint.parse(endpoint))
 
 
 def list_methods(client: CourierClient) -> list[str]:

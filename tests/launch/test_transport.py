@@ -1,9 +1,11 @@
 """What carries the traffic between hosts: with transport="grpc" all of it is gRPC, with the same results."""
 
+import dataclasses
 import functools
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,6 +14,8 @@ import torch
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from lp_pipe.launch.dry_run import planned
+from lp_pipe.launch.engines import KubernetesEngine
 from lp_pipe.launch.engines.base import Invitation, StartedAgent
 from lp_pipe.launch.engines.local import LocalEngine
 
@@ -47,12 +51,12 @@ class Trainer:
         return [float(self._model.step((BATCH, 2 * BATCH)).loss) for _ in range(2)]
 
 
-def program() -> lp.Program:
+def program(channel: str = "auto") -> lp.Program:
     """Two stages and their trainer: calls, and channels between hosts."""
     layers = [pp.Layer(torch.nn.Linear, 1, 1), pp.Layer(torch.nn.Linear, 1, 1)]
     model = pp.Model(layers, torch.nn.functional.mse_loss, functools.partial(torch.optim.SGD, lr=1e-3))
     made = lp.Program("transport")
-    pipeline = pp.add_pipeline(made, model, stages=2)
+    pipeline = pp.add_pipeline(made, model, stages=2, channel=channel)
     made.add_node(lp.CourierNode(Trainer, pipeline), label="trainer")
     return made
 
@@ -81,3 +85,35 @@ def test_everything_between_hosts_goes_by_the_transport(transport: str, protocol
         ends = {frozenset((one.laddr.port, one.raddr.port)) for one in connected}
         assert len([ports for ports in ends if engine.port in ports]) == 2, "the agents' supervision"
         assert [ports for ports in ends if not ports & {engine.port, *listening}] == []
+
+
+def test_agents_are_told_of_it() -> None:
+    invitation = Invitation(["10.0.0.1:1"], b"very secret", "/tmp", transport="grpc")
+    assert "--transport grpc" in " ".join(invitation.arguments("h1"))
+    assert "--transport" not in dataclasses.replace(invitation, transport="tls").arguments("h1")
+
+
+@pytest.mark.parametrize(("transport", "chosen"), [("auto", "tls"), ("tls", "tls"), ("grpc", "grpc")])
+def test_a_dry_run_names_the_channels_that_it_gives(transport: str, chosen: str, tmp_path: Path) -> None:
+    engine = KubernetesEngine("2", image="train:1")
+    lines = planned(program(), "multi_host", tmp_path, engine=engine, transport=transport)
+    assert f"stages/0 -> stages/1  channel {chosen}" in lines
+
+
+def test_a_channel_that_contradicts_it_is_refused(tmp_path: Path) -> None:
+    engine = KubernetesEngine("2", image="train:1")
+    with pytest.raises(ValueError, match=r"channel='tls' from stages/0 to stages/1 .*transport='grpc'"):
+        planned(program("tls"), "multi_host", tmp_path, engine=engine, transport="grpc")
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_programs_on_one_host_have_neither_it_nor_tls_channels(mode: str) -> None:
+    with pytest.raises(ValueError, match="transport"):
+        lp.launch(program(), mode, transport="grpc")
+    with pytest.raises(ValueError, match=r"stages/0 to stages/1 .*multi_host"):
+        lp.launch(program("tls"), mode)
+
+
+def test_one_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="transport='pigeon'"):
+        lp.launch(program(), "multi_host", transport="pigeon")

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.hosts.source_tree import SourceTree, TreeFile, batches, digest_of
-from lp_pipe.launch.user_folders import cache_folder
+from lp_pipe.user_folders import cache_folder
 
 _KEPT_S = 90 * 24 * 3600.0  # after the last start of a program there
 

@@ -11,7 +11,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.launch import run_dir
 from lp_pipe.launch.run_records import entries
-from lp_pipe.launch.user_folders import cache_folder, state_folder
+from lp_pipe.user_folders import cache_folder, state_folder
 
 
 @pytest.fixture
