@@ -120,7 +120,7 @@ def _export(path: Path, output: str | None, part: str | None) -> int:
     if output is None:
         raise UsageError("export needs -o FILE.safetensors")
     target = output_path(output, [".safetensors"])
-    from lp_pipe.pipeline.saving.saved_model import export, is_saved_model  # needs torch
+    from lp_pipe.pipeline.saving.dcp_reading import export, is_saved_model  # needs torch
 
     folders = [path] if is_saved_pipeline(path) else sorted(path.iterdir())
     parts = {name: part for part, name in part_names(_parts_in(path)).items()}

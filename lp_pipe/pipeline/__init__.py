@@ -37,15 +37,13 @@ from lp_pipe.pipeline.schedule import vertical_sync as vertical_sync
 
 if TYPE_CHECKING:
     from lp_pipe.pipeline.add import add_pipeline as add_pipeline
-    from lp_pipe.pipeline.both_ways import CheckReport as CheckReport
-    from lp_pipe.pipeline.both_ways import check as check
     from lp_pipe.pipeline.client import PipelineClient as PipelineClient
     from lp_pipe.pipeline.client import PipelineHandle as PipelineHandle
     from lp_pipe.pipeline.data_loader_feeder import DataLoaderFeeder as DataLoaderFeeder
+    from lp_pipe.pipeline.exactness_check import CheckReport as CheckReport
+    from lp_pipe.pipeline.exactness_check import check as check
     from lp_pipe.pipeline.layers.batch_dims import cut as cut
     from lp_pipe.pipeline.layers.batch_dims import whole as whole
-    from lp_pipe.pipeline.layers.rng import layer_rng as layer_rng
-    from lp_pipe.pipeline.layers.rng import step_rng as step_rng
     from lp_pipe.pipeline.layers.skips import Pop as Pop
     from lp_pipe.pipeline.layers.skips import Sequential as Sequential
     from lp_pipe.pipeline.layers.skips import Stash as Stash
@@ -60,39 +58,41 @@ if TYPE_CHECKING:
     from lp_pipe.pipeline.partitioning import Profile as Profile
     from lp_pipe.pipeline.partitioning import Topology as Topology
     from lp_pipe.pipeline.partitioning import partition as partition
+    from lp_pipe.training.rng import layer_rng as layer_rng
+    from lp_pipe.training.rng import step_rng as step_rng
 
 _ON_FIRST_USE = {  # for these torch is needed, or numpy
-    "add_pipeline": "add",
-    "check": "both_ways",
-    "CheckReport": "both_ways",
-    "DataLoaderFeeder": "data_loader_feeder",
-    "PipelineClient": "client",
-    "PipelineHandle": "client",
-    "cut": "layers.batch_dims",
-    "whole": "layers.batch_dims",
-    "layer_rng": "layers.rng",
-    "step_rng": "layers.rng",
-    "measure_links": "measuring.link_profile",
-    "topology_of": "measuring.link_profile",
-    "LayerProfile": "partitioning",
-    "Level": "partitioning",
-    "Plan": "partitioning",
-    "PlannedStage": "partitioning",
-    "Profile": "partitioning",
-    "Topology": "partitioning",
-    "partition": "partitioning",
-    "profile": "measuring.profiling",
-    "Pop": "layers.skips",
-    "Sequential": "layers.skips",
-    "Stash": "layers.skips",
-    "split": "layers.splitting",
+    "add_pipeline": ".add",
+    "check": ".exactness_check",
+    "CheckReport": ".exactness_check",
+    "DataLoaderFeeder": ".data_loader_feeder",
+    "PipelineClient": ".client",
+    "PipelineHandle": ".client",
+    "cut": ".layers.batch_dims",
+    "whole": ".layers.batch_dims",
+    "layer_rng": "..training.rng",
+    "step_rng": "..training.rng",
+    "measure_links": ".measuring.link_profile",
+    "topology_of": ".measuring.link_profile",
+    "LayerProfile": ".partitioning",
+    "Level": ".partitioning",
+    "Plan": ".partitioning",
+    "PlannedStage": ".partitioning",
+    "Profile": ".partitioning",
+    "Topology": ".partitioning",
+    "partition": ".partitioning",
+    "profile": ".measuring.profiling",
+    "Pop": ".layers.skips",
+    "Sequential": ".layers.skips",
+    "Stash": ".layers.skips",
+    "split": ".layers.splitting",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)
+    return getattr(import_module(_ON_FIRST_USE[name], __name__), name)
 
 
 def __dir__() -> list[str]:

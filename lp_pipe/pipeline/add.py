@@ -6,33 +6,35 @@ from typing import Any
 
 import torch
 
+from lp_pipe.address import Address
 from lp_pipe.channels import kinds
 from lp_pipe.errors import PipelineError
-from lp_pipe.handles import Handle
-from lp_pipe.pipeline.chosen_schedule import sufficient_credits
+from lp_pipe.handles import CourierHandle, Handle
+from lp_pipe.nodes import CourierNode
 from lp_pipe.pipeline.client import PipelineHandle
-from lp_pipe.pipeline.compute.device import Device, check_devices
-from lp_pipe.pipeline.compute.precision import check_precision
-from lp_pipe.pipeline.compute.segments import Recompute, check_recompute
+from lp_pipe.pipeline.compute.recompute_option import Recompute, check_recompute
+from lp_pipe.pipeline.conductor.conductor import Conductor
 from lp_pipe.pipeline.conductor.on_nan import check_on_nan
-from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.batch_dims import check_dims
 from lp_pipe.pipeline.layers.model import Model
-from lp_pipe.pipeline.layers.names import model_names
+from lp_pipe.pipeline.layers.model_checks import check_model, refuse_time_first, views
+from lp_pipe.pipeline.layers.named_layers import model_names
 from lp_pipe.pipeline.layers.skips import layer_sources, skip_edges
 from lp_pipe.pipeline.layers.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
-from lp_pipe.pipeline.layers.unfit import refuse_time_first, refuse_unfit, views
-from lp_pipe.pipeline.layout import layout_of
+from lp_pipe.pipeline.layout import layout_of, sufficient_credits
 from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.plan_in_place import explained, taken
-from lp_pipe.pipeline.planned import replica_seconds
+from lp_pipe.pipeline.planned import notes, planned_host, replica_seconds
 from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.schedule.numbers_given import as_float, as_int, is_count
 from lp_pipe.pipeline.schedule.registry import registered
-from lp_pipe.pipeline.worker_nodes import add_nodes, workers
+from lp_pipe.pipeline.worker.channel_handle import ChannelHandle
+from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
 from lp_pipe.torch_version import refuse_too_old
+from lp_pipe.training.device import Device, check_devices, check_precision
 
 
 def add_pipeline(
@@ -100,7 +102,7 @@ def add_pipeline(
     _check(program, model, stages, channel, microbatches, precision, clip_grad_norm, inputs)
     check_recompute("none" if recompute is None else recompute)
     sources = layer_sources(model)
-    refuse_unfit(model.loss, sources)
+    check_model(model.loss, sources)
     if model.batch_dims is None:
         refuse_time_first(sources)
     tied = tied_names(sources, model.tied)
@@ -209,3 +211,57 @@ def _owners(model: Model, tied: Sequence[Names]) -> set[int]:
     """Layers that decide how the others' parameters begin; of those that already share an object, none has to."""
     named = {name for pair in model.tied for name in pair}
     return {layer_of(names[0]) for names in tied if not named.isdisjoint(names)}
+
+
+def workers(
+    config: PipelineConfig, sources: Sequence[Any], cuts: Sequence[int], owners: set[int]
+) -> list[WorkerConfig]:
+    """By rank. owners: layers that also borrowers of their parameters must have, to begin with the same ones."""
+    parts: list[dict[int, tuple[int, Sequence[Any]]]] = [{} for _ in range(config.workers)]
+    bounds = zip([0, *cuts], [*cuts, len(sources)], config.placement, strict=True)
+    for stage, (first, end, worker) in enumerate(bounds):
+        parts[worker][stage] = (first, sources[first:end])
+    borrowed: list[dict[int, Any]] = [{} for _ in parts]
+    for edge in config.edges:
+        if edge.kind == "tied weights":
+            layers = owners & {layer_of(name) for name in edge.names}
+            borrowed[config.placement[edge.receiver]].update({layer: sources[layer] for layer in layers})
+    places = config.ranks.places
+    return [WorkerConfig(rank, parts[worker], borrowed[worker]) for rank, (worker, _) in enumerate(places)]
+
+
+def add_nodes(
+    program: Program,
+    config: PipelineConfig,
+    workers: Sequence[WorkerConfig],
+    inputs: Handle[Any] | None,
+    group: str,
+    plan: Plan | None,
+) -> CourierHandle:
+    """Add one for each rank to the group; returns the first one's handle, which conducts the others."""
+    nodes = [CourierNode(Conductor if worker.rank == 0 else StageWorker) for worker in workers]
+    handles: list[CourierHandle] = [program.add_node(node, label=group) for node in nodes]
+    addresses = [Address("channels") for _ in nodes]
+    for address, node in zip(addresses, nodes, strict=True):
+        address.assign(node)
+    hubs = [ChannelHandle(address, node.name, config.channel) for address, node in zip(addresses, nodes, strict=True)]
+    for worker, node, address in zip(workers, nodes, addresses, strict=True):
+        neighbours = {receiver: hubs[receiver] for receiver in _receivers(config, worker.rank)}
+        owner, replica = config.ranks.places[worker.rank]
+        node.notes = notes(plan, owner, replica) if plan is not None else ()
+        node.planned_host = planned_host(plan, owner, replica)
+        needs_batches = worker.rank == 0 or owner in (config.placement[0], config.placement[-1])
+        options: dict[str, Any] = {"feeder": inputs if needs_batches else None}
+        if worker.rank == 0:
+            options["peers"] = handles[1:]
+        node.configure(config, worker, address, neighbours, **options)
+    return handles[0]
+
+
+def _receivers(config: PipelineConfig, rank: int) -> list[int]:
+    """The ranks that a rank sends to: on its stages' channels, and the other replicas of its worker."""
+    channels, ranks = config.channels, config.ranks
+    crossing = [channel for channel in range(channels.count) if channels.crosses(channel)]
+    routes = [route for channel in crossing for route in ranks.routes(channels, channel)]
+    worker, _ = ranks.places[rank]
+    return sorted({receiver for sender, receiver in routes if sender == rank} | {*ranks.of(worker)} - {rank})

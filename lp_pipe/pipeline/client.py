@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lp_pipe.address import Address
 from lp_pipe.errors import EndOfData, PipelineError
 from lp_pipe.handles import CourierHandle, Handle
-from lp_pipe.pipeline.layers.formats import formats_of, with_formats
+from lp_pipe.pipeline.layers.model_names import formats_of, with_formats
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.pipeline.schedule.numbers_given import as_int
 from lp_pipe.rpc import CourierClient

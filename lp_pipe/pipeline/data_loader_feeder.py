@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from lp_pipe.pipeline.layers.rng import sample_rng
+from lp_pipe.training.rng import sample_rng
 
 # Two stages ask for a step each, and one step ahead of the training.
 _RECENT_STEPS = 8
 
-Place = tuple[int, int]  # of a sample: epoch and index
+SamplePlace = tuple[int, int]  # of a sample: epoch and index
 
 
 class DataLoaderFeeder:
@@ -91,7 +91,7 @@ class DataLoaderFeeder:
         options: dict[str, Any] = {**self._options, "generator": torch.Generator()}
         if self._is_iterable:
             return itertools.islice(self._passes(options), step, None)
-        source = _Seeded(self._dataset, self._seed)
+        source = _SeededDataset(self._dataset, self._seed)
         return iter(DataLoader(source, batch_sampler=_Places(self, step), **options))
 
     def _passes(self, options: dict[str, Any]) -> Iterator[Any]:
@@ -104,7 +104,7 @@ class DataLoaderFeeder:
             if not found:
                 return
 
-    def places_from(self, step: int) -> Iterator[list[Place]]:
+    def places_from(self, step: int) -> Iterator[list[SamplePlace]]:
         """Yield the places of each step's samples, from this step on."""
         first, done = divmod(step, self.steps_per_epoch())
         for epoch in itertools.count(first):
@@ -131,18 +131,18 @@ class _Places:
         self._feeder = feeder
         self._step = step
 
-    def __iter__(self) -> Iterator[list[Place]]:
+    def __iter__(self) -> Iterator[list[SamplePlace]]:
         return self._feeder.places_from(self._step)
 
 
-class _Seeded(Dataset[Any]):
+class _SeededDataset(Dataset[Any]):
     """The user's data set, with random numbers that follow from a sample's epoch and index."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self._dataset = dataset
         self._seed = seed
 
-    def __getitem__(self, place: Place) -> Any:
+    def __getitem__(self, place: SamplePlace) -> Any:
         epoch, index = place
         with _drawing(_number(self._seed, epoch, index)):
             return self._dataset[index]

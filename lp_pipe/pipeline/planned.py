@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lp_pipe.errors import PartitionError
-from lp_pipe.pipeline.compute.segments import FullStages, Recompute
-from lp_pipe.pipeline.layers.layer_names import layer_names
+from lp_pipe.pipeline.compute.recompute_option import FullStages, Recompute
+from lp_pipe.pipeline.layers.model_names import layer_names
 from lp_pipe.pipeline.partitioning.plan import Plan, PlannedStage
 from lp_pipe.pipeline.partitioning.reasons import seconds
 from lp_pipe.pipeline.schedule import Schedule, default_chunks

@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from lp_pipe.errors import CheckpointError, PipelineError
-from lp_pipe.pipeline.compute.loss_scale import LossScale
+from lp_pipe.pipeline.saving.contents import ENTRY, Manifest
 from lp_pipe.pipeline.saving.dcp_reading import SavedFolder
 from lp_pipe.pipeline.saving.dcp_writing import WholePlan
-from lp_pipe.pipeline.saving.manifest import ENTRY, Manifest
-from lp_pipe.pipeline.saving.saved import Key
-from lp_pipe.pipeline.saving.share_file import Share
+from lp_pipe.training.loss_scale import LossScale
+from lp_pipe.training.share_file import EntryKey, Share
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -25,7 +24,10 @@ MANIFEST = Manifest(step=3, seed=1, loss_scale=LossScale(2.0, 5))
 
 
 def write(
-    folder: Path, shares: Sequence[Mapping[Key, Any]], version: str = "step-3-a", tied: Sequence[Sequence[Key]] = ()
+    folder: Path,
+    shares: Sequence[Mapping[EntryKey, Any]],
+    version: str = "step-3-a",
+    tied: Sequence[Sequence[EntryKey]] = (),
 ) -> None:
     """As the conductor and its workers do."""
     folder.mkdir(exist_ok=True)
@@ -37,7 +39,7 @@ def write(
     )
 
 
-def weights(**values: Any) -> dict[Key, Any]:
+def weights(**values: Any) -> dict[EntryKey, Any]:
     return {("model", name): value for name, value in values.items()}
 
 

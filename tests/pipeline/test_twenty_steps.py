@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.plain import PlainLoop
+from lp_pipe.pipeline.plain_loop import PlainLoop
 from tests.pipeline.plain_loop import D, adam, assert_same_state, launched, random_batches, squared_error
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.slow]

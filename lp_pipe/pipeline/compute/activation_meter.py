@@ -69,9 +69,9 @@ class ActivationMeter:
         added = self.bytes - before
         self._deferred = added if self._deferred is None else max(self._deferred, added)
 
-    def hold(self, tensor: Tensor) -> "Held":
+    def hold(self, tensor: Tensor) -> "CountedTensor":
         """Count a tensor as long as the result lives."""
-        return Held(self, tensor)
+        return CountedTensor(self, tensor)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory counts now."""
@@ -96,7 +96,7 @@ class ActivationMeter:
             self._holders[address] -= 1
 
 
-class Held:
+class CountedTensor:
     """In the graph in the place of a saved tensor; dies with the graph's need for it."""
 
     def __init__(self, meter: ActivationMeter, tensor: Tensor) -> None:
@@ -130,11 +130,11 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return tensor.values(), tensor.ccol_indices(), tensor.row_indices()
 
 
-def held_for_later(tensors: Iterable[Tensor | None]) -> list[Held]:
+def held_for_later(tensors: Iterable[Tensor | None]) -> list[CountedTensor]:
     """Count these as long as the result lives, if somebody counts in this thread."""
     meter = current_meter()
     return [meter.hold(tensor) for tensor in tensors if tensor is not None] if meter is not None else []
 
 
-def _tensor_of(held: Held) -> Tensor:
+def _tensor_of(held: CountedTensor) -> Tensor:
     return held.tensor

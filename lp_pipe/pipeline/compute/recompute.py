@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.compute.activation_meter import Held, current_meter
-from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place
-from lp_pipe.pipeline.compute.entry import entered, phony
+from lp_pipe.pipeline.compute.activation_meter import CountedTensor, current_meter
+from lp_pipe.pipeline.compute.graph_entry import entered, phony
 from lp_pipe.pipeline.layers.skips import popped_by
 from lp_pipe.private_torch import buffers_of, is_view, negative_view, pytree, version_of, versions_of
+from lp_pipe.training.buffer_snapshot import BufferPlace, BufferSnapshot
 
-Run = Callable[[Any, dict[str, Any]], Any]  # (value, popped) -> value; afterwards the dict has what was stashed
+RunLayers = Callable[[Any, dict[str, Any]], Any]  # (value, popped) -> value; afterwards the dict has what was stashed
 
 _thread = threading.local()
 
@@ -39,7 +39,7 @@ def is_recomputing() -> bool:
     return getattr(_thread, "recomputing", False)
 
 
-class Segment:
+class RecomputedSegment:
     """Consecutive layers of a stage; a pure function of their inputs, parameters and buffers under `step_rng`."""
 
     def __init__(self, layers: Sequence[nn.Module], name: str) -> None:
@@ -49,10 +49,10 @@ class Segment:
         self._modules = [m for m in modules if buffers_of(m)]
         self._constants = [parameter for module in modules for parameter in module.parameters(recurse=False)]
         # What the layers write to must be copied before. The first run tells; until then it may be anything.
-        self._written: frozenset[Place] | None = None
+        self._written: frozenset[BufferPlace] | None = None
         self._writes_to_inputs: bool | None = None
 
-    def forward(self, run: Run, value: Any, skips: dict[str, Any]) -> Any:
+    def forward(self, run: RunLayers, value: Any, skips: dict[str, Any]) -> Any:
         """`run`, whose saved tensors take no memory until the backward.
 
         Raises:
@@ -62,7 +62,7 @@ class Segment:
         own = {name: skips.pop(name) for name in self._pops if name in skips}
         inputs = _Inputs((value, own), copy=self._writes_to_inputs is not False)
         buffers = BufferSnapshot(self._modules, self._written)
-        frame = _Frame(self, run, inputs)
+        frame = _SegmentRun(self, run, inputs)
         before = _states(self._constants)
         with saved_tensors_hooks(frame.pack, _unpack):
             value = run(value, own)
@@ -132,38 +132,38 @@ class _Inputs:
         return value, own
 
 
-class _Slot:
+class _SavedSlot:
     """In the graph in the place of a saved tensor; dies with the graph's need for it, and the tensor too."""
 
-    def __init__(self, frame: "_Frame") -> None:
+    def __init__(self, frame: "_SegmentRun") -> None:
         self.frame = frame
         self.tensor: Tensor | None = None
-        self.held: Held | None = None
+        self.held: CountedTensor | None = None
 
 
 class _AllFilled(BaseException):
     """Ends a second run whose remaining computations nobody needs. Not an Exception, which layers may catch."""
 
 
-class _Frame:
+class _SegmentRun:
     """One run of a segment for one micro-batch."""
 
-    def __init__(self, segment: Segment, run: Run, inputs: _Inputs) -> None:
+    def __init__(self, segment: RecomputedSegment, run: RunLayers, inputs: _Inputs) -> None:
         self._segment = segment
-        self._run: Run | None = run
+        self._run: RunLayers | None = run
         self._inputs: _Inputs | None = inputs
         self._buffers = BufferSnapshot(())
         self._is_complete = False
         self._meter = current_meter()
         # Weak: only the graph holds the slots, and drops each as soon as its node has run.
-        self._slots: list[weakref.ref[_Slot]] = []
+        self._slots: list[weakref.ref[_SavedSlot]] = []
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._filled = 0
         self._is_over = False
         self._last_is_new = False
 
-    def pack(self, tensor: Tensor) -> _Slot:
-        slot = _Slot(self)
+    def pack(self, tensor: Tensor) -> _SavedSlot:
+        slot = _SavedSlot(self)
         self._slots.append(weakref.ref(slot))
         self._kinds.append((tensor.shape, tensor.dtype))
         return slot
@@ -239,7 +239,7 @@ class _Frame:
         )
 
 
-def _unpack(slot: _Slot) -> Tensor:
+def _unpack(slot: _SavedSlot) -> Tensor:
     if slot.tensor is None:
         slot.frame.fill()
     assert slot.tensor is not None, "the second run fills every slot that is alive"

@@ -35,7 +35,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lp_pipe.errors import PipelineError, add_note
-from lp_pipe.pipeline.compute.activation_meter import Held, held_for_later
+from lp_pipe.pipeline.compute.activation_meter import CountedTensor, held_for_later
 from lp_pipe.pipeline.layers.message import tensors_of
 from lp_pipe.private_torch import run_backward, sequence_number_of, version_of
 
@@ -154,7 +154,7 @@ def backward(roots: Roots) -> None:
     run_backward([root for root, _ in roots], [_gradient_of(*root) for root in roots])
 
 
-def backward_later(roots: Roots, held: Sequence[Held], more: Roots) -> None:
+def backward_later(roots: Roots, held: Sequence[CountedTensor], more: Roots) -> None:
     """held: what the roots' gradients count as until then."""
     backward([*roots, *more])
 

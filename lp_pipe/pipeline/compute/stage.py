@@ -1,6 +1,6 @@
 """One virtual stage: its layers, and the forwards whose backwards are still to come."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,23 +13,24 @@ from torch.autograd.graph import GradientEdge
 
 from lp_pipe.errors import PipelineError, add_note
 from lp_pipe.pipeline.compute.activation_meter import held_for_later
-from lp_pipe.pipeline.compute.device import CPU
-from lp_pipe.pipeline.compute.entry import enter, phony
-from lp_pipe.pipeline.compute.kept_memory import Kept
-from lp_pipe.pipeline.compute.precision import autocast
-from lp_pipe.pipeline.compute.recompute import Segment
-from lp_pipe.pipeline.compute.segments import Recompute, Run, runs_of
-from lp_pipe.pipeline.compute.shortened_rows import writers
+from lp_pipe.pipeline.compute.graph_entry import enter, phony
+from lp_pipe.pipeline.compute.recompute import RecomputedSegment
+from lp_pipe.pipeline.compute.recompute_option import LayerRun, Recompute, runs_of
 from lp_pipe.pipeline.compute.split_backward import Roots, SplitBackward, backward, backward_later, edges_of
 from lp_pipe.pipeline.compute.written_buffers import WrittenBuffers
-from lp_pipe.pipeline.layers.layer_names import layer_names
+from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
+from lp_pipe.pipeline.layers.build import are_exclusive, build_layers
 from lp_pipe.pipeline.layers.message import Message, tensors_of, to_message
+from lp_pipe.pipeline.layers.model_names import layer_names
 from lp_pipe.pipeline.layers.named_layers import NamedLayers
-from lp_pipe.pipeline.layers.overlaps import Unwritten
-from lp_pipe.pipeline.layers.rng import backward_place, step_rng
+from lp_pipe.pipeline.layers.overlaps import ReadOnlyTensors, address_of
 from lp_pipe.pipeline.layers.skips import call
-from lp_pipe.pipeline.layers.tied import layer_of
-from lp_pipe.private_torch import has_node_hooks
+from lp_pipe.pipeline.layers.tied import layer_of, tie
+from lp_pipe.private_torch import buffers_of, has_node_hooks
+from lp_pipe.training.buffer_snapshot import with_buffers
+from lp_pipe.training.device import CPU, autocast
+from lp_pipe.training.forward_writes import writers
+from lp_pipe.training.rng import backward_place, step_rng
 
 EVALUATION = -1  # in place of a step
 _NO_HOOKS = (
@@ -41,7 +42,7 @@ _Layers = list[tuple[int, nn.Module]]  # with their indices in the model
 _UNSEEDED = nullcontext()
 
 
-class Place(NamedTuple):
+class LayerCall(NamedTuple):
     """Which call of a layer: its index, and what for."""
 
     layer: int
@@ -50,7 +51,7 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class Stash:
+class ActivationStash:
     """What a forward leaves for its backward.
 
     The outputs' graph (not the outputs, which may be gone), and where the gradients of those inputs will arrive that
@@ -109,14 +110,14 @@ class Stage(NamedLayers):
         self._tied = tied
         self._buffers = WrittenBuffers(layers, first_layer, shared_buffers, is_asynchronous=is_asynchronous)
         self._runs = [self._prepared(r) for r in runs_of(recompute, first_layer, layers, writers(layers, first_layer))]
-        self._kept = Kept(layers)
+        self._storage = StageStorage(layers)
         self._phony = phony()
-        self.activation_stash: dict[int, Stash] = {}
+        self.activation_stash: dict[int, ActivationStash] = {}
         self._weight_stash: dict[int, _Later] = {}
         self._node_hooks = _with_node_hooks(layers, first_layer)
         self._popped_gradients: dict[tuple[int, str], list[Tensor | None]] = {}
         # Calls a layer in a forward of training, in the place of `call`, while somebody wants to see what it makes.
-        self.watch: Callable[[Place, nn.Module, Any, dict[str, Any]], Any] | None = None
+        self.watch: Callable[[LayerCall, nn.Module, Any, dict[str, Any]], Any] | None = None
 
     def forward(
         self,
@@ -135,7 +136,7 @@ class Stage(NamedLayers):
         Returns the last layer's output with its graph, for the loss, or for `to_message`.
         """
         self._buffers.renew(are_saved=bool(self.activation_stash or self._weight_stash))
-        stash = self.activation_stash[microbatch if number is None else number] = Stash((step, microbatch))
+        stash = self.activation_stash[microbatch if number is None else number] = ActivationStash((step, microbatch))
         with self._buffers.watched():
             output = self._run(message, step, microbatch, stash, {} if skips is None else skips)
         self._buffers.after_forward()
@@ -143,7 +144,7 @@ class Stage(NamedLayers):
 
     def message_of(self, value: Any) -> Message:
         """What the last forward has returned or stashed, to be sent."""
-        return to_message(value, self._kept.addresses())
+        return to_message(value, self._storage.addresses())
 
     def run_again(self, value: Any, step: int, microbatch: int) -> Any:
         """All layers in order, as in a forward, for whoever watches."""
@@ -154,7 +155,7 @@ class Stage(NamedLayers):
 
         What draws even so draws the same for every input: an output does not depend on which others are on the way.
         """
-        return self._run(message, EVALUATION, 0, Stash(), {} if skips is None else skips)
+        return self._run(message, EVALUATION, 0, ActivationStash(), {} if skips is None else skips)
 
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor | None], more: Roots = (), *, defer_weights: bool = False
@@ -209,12 +210,12 @@ class Stage(NamedLayers):
         for parameter in self._borrowed:
             parameter.grad = None
 
-    def _run(self, message: Message, step: int, microbatch: int, stash: Stash, skips: dict[str, Any]) -> Any:
+    def _run(self, message: Message, step: int, microbatch: int, stash: ActivationStash, skips: dict[str, Any]) -> Any:
         value = enter(self._phony, message, stash.input_gradients)
-        unwritten = [Unwritten(tensors_of(value), message.overlapping)] if message.overlapping else []
+        unwritten = [ReadOnlyTensors(tensors_of(value), message.overlapping)] if message.overlapping else []
         for name, skip in skips.items():
             skips[name] = enter(self._phony, skip, stash.popped_gradients.setdefault(name, []))
-            unwritten += [Unwritten(tensors_of(skips[name]), skip.overlapping)] if skip.overlapping else []
+            unwritten += [ReadOnlyTensors(tensors_of(skips[name]), skip.overlapping)] if skip.overlapping else []
         for layers, segment in self._runs:
             if segment is None or step == EVALUATION:
                 value = self._call(layers, step, microbatch, value, skips)
@@ -222,7 +223,7 @@ class Stage(NamedLayers):
                 value = segment.forward(partial(self._call, layers, step, microbatch), value, skips)
         for received in unwritten:
             received.check()
-        self._kept.elsewhere = unwritten
+        self._storage.elsewhere = unwritten
         if step == EVALUATION:
             return value
         stash.outputs = edges_of(value)
@@ -237,7 +238,7 @@ class Stage(NamedLayers):
                     if self.watch is None or step == EVALUATION:
                         value = call(layer, (value,), skips)
                     else:
-                        value = self.watch(Place(index, step, microbatch), layer, value, skips)
+                        value = self.watch(LayerCall(index, step, microbatch), layer, value, skips)
             except BaseException as error:  # layers may end in SystemExit, too
                 add_note(error, f"in layer {layer_names([layer], index)[0]}")
                 if type(error) is RuntimeError and "don't yet support saved tensor hooks" in str(error):
@@ -245,11 +246,11 @@ class Stage(NamedLayers):
                 raise
         return value
 
-    def _prepared(self, run: Run) -> tuple[_Layers, Segment | None]:
+    def _prepared(self, run: LayerRun) -> tuple[_Layers, RecomputedSegment | None]:
         layers = [(index, self.layers[index - self.first_layer]) for index in range(run.first, run.end)]
         if not run.is_recomputed:
             return layers, None
-        return layers, Segment([layer for _, layer in layers], f"layers {run.first} to {run.end - 1}")
+        return layers, RecomputedSegment([layer for _, layer in layers], f"layers {run.first} to {run.end - 1}")
 
     def _backward(self, microbatch: int, roots: Roots, defer_weights: bool) -> list[Tensor | None]:
         stash = self.activation_stash.pop(microbatch)
@@ -292,3 +293,48 @@ def _with_node_hooks(layers: Sequence[nn.Module], first_layer: int) -> str | Non
             if has_node_hooks(module):
                 return f"layer {index}" + (f" ({name})" if name else "") + f", {type(module).__name__},"
     return None
+
+
+class StageStorage:
+    """Parameters and buffers of some layers, and what others keep that the last forward has received."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        self._with_buffers = with_buffers(layers)
+        self.elsewhere: Sequence[ReadOnlyTensors] = ()
+
+    def addresses(self) -> Collection[int]:
+        """As they are now: forwards may have given others in the place of buffers."""
+        found = {parameter.data_ptr() for parameter in self._parameters}  # all of their memory, but for views
+        for module in self._with_buffers:
+            found |= {address_of(buffer) for buffer in buffers_of(module).values() if buffer is not None}
+        for received in self.elsewhere:
+            found |= received.addresses
+        found.discard(0)  # of those without any
+        return found
+
+
+def stages_of(
+    worker: WorkerConfig, pipeline: PipelineConfig, device: torch.device, *, owns_sources: bool
+) -> dict[int, Stage]:
+    """Build a worker's stages; returns them by their numbers, in order.
+
+    owns_sources: ready-made modules were unpickled for this worker alone, so that they need not be copied.
+    """
+    stages = {}
+    for index, (first, sources) in sorted(worker.sources.items()):
+        layers = build_layers(sources, first, pipeline.seed, adopt=owns_sources and are_exclusive(sources))
+        tied = tie(layers, first, pipeline.tied, worker.owners, pipeline.seed)
+        stages[index] = Stage(
+            index,
+            first,
+            layers,
+            pipeline.seed,
+            tied,
+            recompute=pipeline.recompute,
+            precision=pipeline.precision,
+            device=device,
+            shared_buffers=pipeline.shared_buffers,
+            is_asynchronous=pipeline.is_asynchronous,
+        )
+    return stages

@@ -6,11 +6,21 @@ they write must not change what the first one has saved. So each gets tensors of
     forward 0   writes to scale, saves it     forward 1   gets a copy of scale, writes to that, saves it     backward 0
 
 A backward may write to `module.scale`, which is the newest one, but not to the tensor that its forward had.
+
+LATE Buffers and parameters to which backwards write: what one process does between two forwards comes later here.
+
+A layer that torch.utils.checkpoint runs again in the backward counts its statistics once more, and computes with them:
+
+    one process   forward 0   again 0   forward 1   again 1
+    a pipeline    forward 0   forward 1   again 0   again 1      forward 1 has not seen what again 0 writes
+
+A hook of a parameter that updates it there and then (an optimizer in the backward) does so too late for the forwards
+that are done.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TypeGuard
@@ -19,12 +29,11 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.compute.buffers import BufferSnapshot, Place, buffer_at, with_buffers
-from lp_pipe.pipeline.compute.late_writes import LateWrites
 from lp_pipe.pipeline.layers.wrapper import unwrapped
-from lp_pipe.private_torch import buffers_of, put_buffer, version_of
+from lp_pipe.private_torch import buffers_of, is_batch_norm, put_buffer, version_of, versions_of
+from lp_pipe.training.buffer_snapshot import BufferPlace, BufferSnapshot, buffer_at, with_buffers
 
-_NO_PLACE: frozenset[Place] = frozenset()
+_NO_PLACE: frozenset[BufferPlace] = frozenset()
 _NOTHING_TO_WATCH = nullcontext()  # nearly always: made once, because each action asks for it
 
 
@@ -45,10 +54,10 @@ class WrittenBuffers:
         """
         modules = [module for layer in layers for module in layer.modules()]
         self._modules = with_buffers(layers)
-        self._late = LateWrites([] if is_asynchronous else modules)
-        self._written: frozenset[Place] | None = None  # nobody knows before the first forward
+        self._late = BackwardWriteCheck([] if is_asynchronous else modules)
+        self._written: frozenset[BufferPlace] | None = None  # nobody knows before the first forward
         layers_by_name = {str(index): layer for index, layer in enumerate(layers, start=first_layer)}
-        self._constants: dict[Place, str] = {}
+        self._constants: dict[BufferPlace, str] = {}
         self._replaced: list[tuple[weakref.ref[Tensor], int, str]] = []  # with their versions and names
         for name, why in shared.items():
             index, path = name.split(".", 1)
@@ -134,3 +143,95 @@ class WrittenBuffers:
 def _has_memory(buffer: Tensor | None) -> TypeGuard[Tensor]:
     """Of its own, in one piece: a sparse one has not."""
     return buffer is not None and buffer.layout is torch.strided
+
+
+_State = dict[BufferPlace, tuple[Tensor | None, int]]  # with their versions
+
+
+class BackwardWriteCheck:
+    """Told of every forward and backward of a stage."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = [module for module in modules if buffers_of(module)]
+        self._parameters = {
+            parameter: f"parameter {name!r} of {type(module).__name__}"
+            for module in modules
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+        self._before: _State = {}
+        self._versions: list[int] = []
+        self._outstanding = {"backward": 0, "weights": 0}  # of how many forwards
+
+    def forget(self) -> None:
+        """No forward waits for its backward."""
+        self._outstanding = dict.fromkeys(self._outstanding, 0)
+
+    def after_forward(self) -> None:
+        """One more waits for its backward; what buffers hold now is what it has left."""
+        for part in self._outstanding:
+            self._outstanding[part] += 1
+        self._before = _state_of(self.modules)
+        self._versions = self._versions_now()
+
+    def after_backward(self, counted: Collection[BufferPlace]) -> None:
+        """counted: what forwards write to, beside the statistics of BatchNorms.
+
+        Raises:
+            PipelineError: it has written to what later forwards have used already.
+        """
+        self._check("backward", counted)
+
+    def after_weights(self, counted: Collection[BufferPlace]) -> None:
+        """As `after_backward`, for the second part of one."""
+        self._check("weights", counted)
+
+    def _check(self, part: str, counted: Collection[BufferPlace]) -> None:
+        are_later_forwards_done = self._outstanding[part] > 1
+        self._outstanding[part] -= 1
+        self._check_parameters(are_later_forwards_done)
+        if not self.modules:
+            return
+        now = _state_of(self.modules)
+        written = [place for place, state in now.items() if not _same(state, self._before.get(place))]
+        self._before = now
+        for module, name in written if are_later_forwards_done else ():
+            if is_batch_norm(module) or ((module, name) in counted and _is_no_counter(buffers_of(module)[name])):
+                what = "statistics" if is_batch_norm(module) else f"buffer {name!r}"
+                raise PipelineError(
+                    f"a backward changes {what} of {type(module).__name__}, as forwards do, but comes after those of "
+                    "later micro-batches, unlike in one process: where torch.utils.checkpoint runs a layer again, take "
+                    "that out and choose the layer by add_pipeline(recompute=...), which counts each micro-batch once"
+                )
+
+    def _check_parameters(self, are_later_forwards_done: bool) -> None:
+        before, self._versions = self._versions, self._versions_now()
+        if before == self._versions or not are_later_forwards_done:
+            return
+        changes = zip(self._parameters.values(), before, self._versions, strict=True)
+        name = next(name for name, version, now in changes if version != now)
+        raise PipelineError(
+            f"a backward changes {name}, but comes after the forwards of later micro-batches, which in one process "
+            "would have had the new weights: where a hook updates it (an optimizer in the backward), leave that to the "
+            "model's optimizer, or train with microbatches=1"
+        )
+
+    def _versions_now(self) -> list[int]:
+        return versions_of(self._parameters)
+
+
+def _state_of(modules: Sequence[nn.Module]) -> _State:
+    # Kernels of batch norm do not count what they write, but num_batches_tracked is beside it.
+    return {
+        (module, name): (buffer, version_of(buffer) if buffer is not None else 0)
+        for module in modules
+        for name, buffer in buffers_of(module).items()
+    }
+
+
+def _same(now: tuple[Tensor | None, int], before: tuple[Tensor | None, int] | None) -> bool:
+    return before is not None and now[0] is before[0] and now[1] == before[1]
+
+
+def _is_no_counter(buffer: Tensor | None) -> bool:
+    """Counts add up in any order."""
+    return buffer is not None and (buffer.is_floating_point() or buffer.is_complex())

@@ -10,7 +10,7 @@ from lp_pipe.pipeline.conductor.steps import Steps
 from lp_pipe.pipeline.conductor.workers import Attempt, Workers, first_cause
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.results import StepResult, StepTrace
-from lp_pipe.pipeline.saving.manifest import Manifest
+from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.pipeline.schedule.updates import may_overlap
 from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Task, Wanted
 

@@ -26,7 +26,7 @@ from lp_pipe.pipeline.layers.microbatches import apart, loss_weights, total_weig
 from lp_pipe.pipeline.metrics import scaled
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.pipeline.saving import safetensors_file
-from lp_pipe.pipeline.saving.manifest import Manifest
+from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.mirrors import Mirror

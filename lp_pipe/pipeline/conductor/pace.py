@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from lp_pipe.pipeline.ranks import Ranks
+from lp_pipe.pipeline.config import Ranks
 
 _WARM_UP = 3  # steps that are always slow: memory is allocated, kernels are chosen
 _WINDOW = 15  # steps whose median counts, so that a few slow ones do not

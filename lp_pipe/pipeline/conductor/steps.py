@@ -13,8 +13,6 @@ from torch import Tensor
 
 from lp_pipe.context import log_metrics
 from lp_pipe.errors import EndOfData, PipelineError, Unavailable, add_note, noting
-from lp_pipe.pipeline.compute.gradient_norms import total_norm
-from lp_pipe.pipeline.compute.loss_scale import LossScale
 from lp_pipe.pipeline.conductor.on_nan import OnNan
 from lp_pipe.pipeline.conductor.stragglers import Stragglers
 from lp_pipe.pipeline.conductor.workers import Workers
@@ -24,13 +22,15 @@ from lp_pipe.pipeline.layers.batch_gradients import joined_gradients, joined_out
 from lp_pipe.pipeline.layers.microbatches import aligned, apart, check_pair, count
 from lp_pipe.pipeline.metrics import Totals, merged, results
 from lp_pipe.pipeline.results import StepResult, StepTrace
-from lp_pipe.pipeline.saving.manifest import Manifest
+from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.pipeline.worker.batches import BatchSource
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.same_target import glance
 from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Task, Wanted
 from lp_pipe.pipeline.worker.training import Update
 from lp_pipe.rpc.remote_error import headline
+from lp_pipe.training.gradients import total_norm
+from lp_pipe.training.loss_scale import LossScale
 
 _log = logging.getLogger(__name__)
 

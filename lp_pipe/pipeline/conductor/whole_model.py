@@ -18,14 +18,14 @@ from lp_pipe.checkpoint.shared import check_is_here
 from lp_pipe.errors import CheckpointError, Unavailable
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.layers.formats import formats_of, with_formats
+from lp_pipe.pipeline.layers.model_names import formats_of, with_formats
 from lp_pipe.pipeline.layers.state_shapes import check_names, check_shapes
 from lp_pipe.pipeline.saving import METADATA
-from lp_pipe.pipeline.saving.manifest import Manifest
-from lp_pipe.pipeline.saving.quick_save import dense_parts, elements_of
-from lp_pipe.pipeline.saving.share_file import remove_shares
+from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.rpc.remote_error import headline
 from lp_pipe.telemetry.some_names import some
+from lp_pipe.training.share_file import remove_shares
+from lp_pipe.training.tensor_archive import dense_parts, elements_of
 
 _log = logging.getLogger(__name__)
 

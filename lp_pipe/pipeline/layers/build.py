@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.model import FromFunction, Layer, built_by_function
-from lp_pipe.pipeline.layers.rng import layer_rng
+from lp_pipe.pipeline.layers.model_checks import refuse_inference, refuse_lazy
 from lp_pipe.pipeline.layers.skips import Skip
-from lp_pipe.pipeline.layers.unfit import refuse_inference, refuse_lazy
 from lp_pipe.pipeline.layers.wrapper import Wrapper
+from lp_pipe.training.rng import layer_rng
 
 
 def build_layers(sources: Sequence[Any], first_layer: int, seed: int, *, adopt: bool = False) -> list[nn.Module]:

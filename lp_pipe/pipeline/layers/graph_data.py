@@ -28,7 +28,7 @@ class _Operation:
 
 
 @dataclass(frozen=True)
-class _Result:
+class _ResultOf:
     """Of the operation at this position, in the place of its node."""
 
     position: int
@@ -51,7 +51,7 @@ class GraphData(NamedTuple):
 
 def data_of(module: fx.GraphModule) -> GraphData:
     """What `graph_of` makes the same graph of."""
-    positions: dict[Any, Any] = {node: _Result(position) for position, node in enumerate(module.graph.nodes)}
+    positions: dict[Any, Any] = {node: _ResultOf(position) for position, node in enumerate(module.graph.nodes)}
 
     def line(node: fx.Node) -> _Line:
         args, kwargs = (map_aggregate(given, lambda x: positions.get(x, x)) for given in (node.args, node.kwargs))
@@ -70,7 +70,7 @@ def graph_of(data: GraphData) -> fx.GraphModule:
     nodes: list[fx.Node] = []
     for line in data.lines:
         args, kwargs = (
-            map_aggregate(given, lambda x: nodes[x.position] if isinstance(x, _Result) else x)
+            map_aggregate(given, lambda x: nodes[x.position] if isinstance(x, _ResultOf) else x)
             for given in (line.args, line.kwargs)
         )
         target = line.target.found() if isinstance(line.target, _Operation) else line.target

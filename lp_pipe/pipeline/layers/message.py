@@ -1,13 +1,14 @@
 """What travels from stage to stage: tensors without their graph."""
 
-from collections.abc import Collection
+import types
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.layers.hidden import hidden_tensors
 from lp_pipe.pipeline.layers.overlaps import lies_in, overlapping
 from lp_pipe.private_torch import hooks_of, is_view, pytree
 
@@ -97,10 +98,42 @@ def _is_hooked_view(tensor: Tensor) -> bool:
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:
-    for name, tensor in hidden_tensors(leaf):
+    for name, tensor in untracked_tensors(leaf):
         if tensor.requires_grad:
             raise PipelineError(
                 f"the stage's output holds a {type(leaf).__name__}, whose tensor {name!r} would lose its gradient on "
                 "the way to the next stage: return tensors in tuples, lists or plain dicts, cut elsewhere, or tell "
                 "torch of the class (torch.utils._pytree.register_pytree_node)"
             )
+
+
+_DEEPEST = 5  # an object that holds more than such levels is no output of a layer
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, types.ModuleType, nn.Module)
+
+
+def untracked_tensors(leaf: Any) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor that a leaf holds, with the way to it: attributes and items, joined by dots."""
+    if not isinstance(leaf, _PLAIN):
+        yield from _below(leaf, (), {id(leaf)})
+
+
+def _below(value: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    for name, part in _parts(value):
+        if isinstance(part, Tensor):
+            yield ".".join((*path, name)), part
+        elif not isinstance(part, _PLAIN) and id(part) not in seen and len(path) < _DEEPEST:
+            seen.add(id(part))
+            yield from _below(part, (*path, name), seen)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(value, "__dict__", {}).items()
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name != "__dict__" and hasattr(value, name):
+                yield name, getattr(value, name)
+    if isinstance(value, Mapping):
+        yield from ((str(key), part) for key, part in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):  # no other sequences: a data set is one, too
+        yield from ((str(index), part) for index, part in enumerate(value))

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lp_pipe.channels.packing import copied
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.batch_dims import Cut, is_leaf, length_of, pieces_of, unmarked
-from lp_pipe.pipeline.layers.hidden import hidden_tensors
+from lp_pipe.pipeline.layers.message import untracked_tensors
 from lp_pipe.pipeline.layers.model import LossWeight
 from lp_pipe.private_torch import pytree
 from lp_pipe.rpc import tensor_memory as layout_of_memory
@@ -175,7 +175,7 @@ def number_of(value: Any, wanted: str) -> float:
 def _refuse_unknown_container(leaf: Any) -> None:
     """Such as a tokenizer's UserDict, or a dataclass: every micro-batch would get all of it."""
     if is_dataclass(leaf) or (isinstance(leaf, (Mapping, Sequence)) and not isinstance(leaf, (str, bytes))):
-        for name, _ in hidden_tensors(leaf):
+        for name, _ in untracked_tensors(leaf):
             raise PipelineError(
                 f"the batch holds a {type(leaf).__name__}, whose tensor {name!r} would not be cut into micro-batches: "
                 "give tuples, lists and plain dicts of tensors, as dict(batch), or tell torch of the class "

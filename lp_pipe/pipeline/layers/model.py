@@ -222,7 +222,7 @@ def built_by_function(function: Callable[[], Any], seed: int) -> "list[nn.Module
     Raises:
         PipelineError: it returned something else.
     """
-    from lp_pipe.pipeline.layers.rng import layer_rng
+    from lp_pipe.training.rng import layer_rng
 
     with layer_rng(seed, 0):
         made = function()
@@ -234,7 +234,7 @@ def built_by_function(function: Callable[[], Any], seed: int) -> "list[nn.Module
 
 def _one_by_one(made: "Iterator[nn.Module]", seed: int) -> "Iterator[nn.Module]":
     """Layers that may be made only now: by a generator, a `map`, a sequence that builds what it is asked for."""
-    from lp_pipe.pipeline.layers.rng import layer_rng
+    from lp_pipe.training.rng import layer_rng
 
     for index in itertools.count():
         with layer_rng(seed, index):

@@ -1,11 +1,14 @@
-"""The names in a whole model as its users see them, and their order. Data only; needs no torch."""
+"""Names in a whole model: of layers, parameters and buffers, and the versions of their modules. Needs no torch."""
 
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from lp_pipe.pipeline.layers.model import FromFunction, Layer
 
 T = TypeVar("T")
-Place = tuple[int, int]  # what a whole state_dict is sorted by: a layer, and the position in its module's state_dict
+StatePlace = tuple[int, int]  # sort key in a whole state_dict: layer, position in its module's state_dict
 
 
 @dataclass(frozen=True)
@@ -17,8 +20,8 @@ class ModelNames:
     """
 
     tied: tuple[tuple[str, ...], ...]
-    places: Mapping[str, Place]
-    parameter_places: Mapping[str, Place]
+    places: Mapping[str, StatePlace]
+    parameter_places: Mapping[str, StatePlace]
 
     def whole(self, parts: Iterable[Mapping[str, T]]) -> dict[str, T]:
         """What stages have by name, together, in the order of the model's state_dict()."""
@@ -29,6 +32,43 @@ class ModelNames:
         return _together(parts, self.parameter_places)
 
 
-def _together(parts: Iterable[Mapping[str, T]], places: Mapping[str, Place]) -> dict[str, T]:
+def _together(parts: Iterable[Mapping[str, T]], places: Mapping[str, StatePlace]) -> dict[str, T]:
     items = [item for part in parts for item in part.items()]
     return dict(sorted(items, key=lambda item: places.get(item[0]) or (int(item[0].split(".", 1)[0]), 0)))
+
+
+def layer_names(sources: Sequence[Any], first: int = 0) -> list[str]:
+    """The place of each layer, counted from `first`, and its name or its module's class: "0.Embedding", "1.hidden"."""
+    return [f"{index}.{_name(source)}" for index, source in enumerate(sources, start=first)]
+
+
+def names_by_index(parts: Iterable[tuple[int, Sequence[Any]]]) -> dict[int, str]:
+    """The same of some parts of a model, each with its first layer's index; by the layers' indices."""
+    named = ((first, layer_names(sources, first)) for first, sources in parts)
+    return {index: name for first, names in named for index, name in enumerate(names, start=first)}
+
+
+def _name(source: Any) -> str:
+    module: Any = source.module if isinstance(source, FromFunction) else source
+    if getattr(module, "goes_by_its_layer", False):
+        return _name(module.layer)
+    return str(module.name) if isinstance(module, Layer) else type(module).__name__
+
+
+def formats_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """By module; of the first version, and of a state that was put together without them, nothing is said."""
+    metadata: Mapping[str, Any] = getattr(state, "_metadata", None) or {}
+    return noted((name, of_module.get("version")) for name, of_module in metadata.items())
+
+
+def noted(versions: Iterable[tuple[str, Any]]) -> dict[str, int]:
+    """Those of which something must be said."""
+    return {name: version for name, version in versions if isinstance(version, int) and version != 1}
+
+
+def with_formats(state: Mapping[str, Any], formats: Mapping[str, int]) -> "OrderedDict[str, Any]":
+    """The state as torch would have made it."""
+    result: OrderedDict[str, Any] = OrderedDict(state)
+    metadata = OrderedDict((name, {"version": version}) for name, version in formats.items())
+    result._metadata = metadata  # type: ignore[attr-defined]
+    return result

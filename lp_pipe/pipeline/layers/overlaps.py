@@ -43,7 +43,7 @@ def lies_in(tensor: Tensor, addresses: Collection[int]) -> bool:
     return bool(addresses) and address_of(tensor) in addresses
 
 
-class Unwritten:
+class ReadOnlyTensors:
     """Received tensors that a stage must not write to. tensors: each of the value once, in pytree order."""
 
     def __init__(self, tensors: Sequence[Tensor], positions: Iterable[int]) -> None:

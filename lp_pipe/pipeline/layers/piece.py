@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.export_branches import Branch
 from lp_pipe.pipeline.layers.graph_data import GraphData, data_of, graph_of
-from lp_pipe.pipeline.layers.lost_in_export import Branch
 from lp_pipe.pipeline.layers.wrapper import Wrapper
 from lp_pipe.private_torch import pytree, set_state_version, state_version_of
 
@@ -110,7 +110,7 @@ def _imported(names: tuple[str, ...]) -> Definitions:
     return Definitions(names)
 
 
-class Part(NamedTuple):
+class PieceGraph(NamedTuple):
     """A piece in one mode: `graph(*state, *constants, *values)` returns the values that later pieces need.
 
     definitions: first, so that they are unpickled before the graph. state: names of parameters and buffers.
@@ -128,12 +128,12 @@ class Part(NamedTuple):
     def __reduce__(self) -> Any:
         return _part_of, (self.definitions, data_of(self.graph), *self[2:])
 
-    def __deepcopy__(self, memo: Any) -> "Part":
-        return Part._make(copy.deepcopy(tuple(self), memo))
+    def __deepcopy__(self, memo: Any) -> "PieceGraph":
+        return PieceGraph._make(copy.deepcopy(tuple(self), memo))
 
 
-def _part_of(definitions: Definitions, graph: GraphData, *others: Any) -> Part:
-    return Part(definitions, graph_of(graph), *others)
+def _part_of(definitions: Definitions, graph: GraphData, *others: Any) -> PieceGraph:
+    return PieceGraph(definitions, graph_of(graph), *others)
 
 
 class Piece(Wrapper):
@@ -143,7 +143,9 @@ class Piece(Wrapper):
     order: all names of the whole module's state_dict. origin: the same for the pieces of one module.
     """
 
-    def __init__(self, tensors: nn.Module, parts: Mapping[bool, Part], order: tuple[str, ...], origin: str) -> None:
+    def __init__(
+        self, tensors: nn.Module, parts: Mapping[bool, PieceGraph], order: tuple[str, ...], origin: str
+    ) -> None:
         super().__init__(tensors)
         self.parts = dict(parts)  # by `training`; out of sight of nn.Module, for they have no names of their own
         self.order = order
@@ -174,7 +176,7 @@ class Piece(Wrapper):
         return made if part.outputs is None else pytree.tree_unflatten(made, pytree.tree_structure(part.outputs))
 
 
-def _devices_in(part: Part) -> Iterator[torch.device]:
+def _devices_in(part: PieceGraph) -> Iterator[torch.device]:
     """Those of the example, which torch.export has written into constants and operations (arange, zeros)."""
     yield from (constant.device for constant in part.constants)
     for node in (node for graph in _graphs_in(part) for node in graph.graph.nodes):
@@ -183,7 +185,7 @@ def _devices_in(part: Part) -> Iterator[torch.device]:
         yield from (leaf for leaf in leaves if isinstance(leaf, torch.device))
 
 
-def _moved(part: Part, device: torch.device) -> Part:
+def _moved(part: PieceGraph, device: torch.device) -> PieceGraph:
     """Source: torch.export.passes.move_to_device_pass, which takes whole programs only."""
     part = part._replace(graph=copy.deepcopy(part.graph), constants=tuple(c.to(device) for c in part.constants))
     for graph in _graphs_in(part):
@@ -194,7 +196,7 @@ def _moved(part: Part, device: torch.device) -> Part:
     return part
 
 
-def _graphs_in(part: Part) -> list[fx.GraphModule]:
+def _graphs_in(part: PieceGraph) -> list[fx.GraphModule]:
     """Its own, and those of blocks such as torch.no_grad()'s."""
     return [module for module in part.graph.modules() if isinstance(module, fx.GraphModule)]
 

@@ -10,7 +10,7 @@ _ALIKE = 2  # the largest block of a class has at most so many times the paramet
 _FEW = 4
 
 
-class _Block(NamedTuple):
+class _RepeatedBlock(NamedTuple):
     name: str
     module: nn.Module
 
@@ -35,8 +35,8 @@ def repeated_blocks(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_modules() if name in names]
 
 
-def _outermost(module: nn.Module, prefix: str) -> Iterator[_Block]:
-    children = [_Block(f"{prefix}{name}", child) for name, child in module.named_children()]
+def _outermost(module: nn.Module, prefix: str) -> Iterator[_RepeatedBlock]:
+    children = [_RepeatedBlock(f"{prefix}{name}", child) for name, child in module.named_children()]
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
     classes = [type(child.module) for child in children]
     for child in children:
@@ -47,9 +47,9 @@ def _outermost(module: nn.Module, prefix: str) -> Iterator[_Block]:
             yield from _outermost(child.module, f"{child.name}.")
 
 
-def _refined(blocks: Sequence[_Block]) -> list[_Block]:
+def _refined(blocks: Sequence[_RepeatedBlock]) -> list[_RepeatedBlock]:
     """The same blocks, or those within them where these share the work out more evenly."""
-    refined: list[_Block] = []
+    refined: list[_RepeatedBlock] = []
     for alike in _by_class(blocks):
         sizes = [block.size for block in alike]
         inner = [block for outer in alike for block in _outermost(outer.module, f"{outer.name}.")]
@@ -60,8 +60,8 @@ def _refined(blocks: Sequence[_Block]) -> list[_Block]:
     return refined
 
 
-def _by_class(blocks: Sequence[_Block]) -> list[list[_Block]]:
-    classes: dict[type[nn.Module], list[_Block]] = {}
+def _by_class(blocks: Sequence[_RepeatedBlock]) -> list[list[_RepeatedBlock]]:
+    classes: dict[type[nn.Module], list[_RepeatedBlock]] = {}
     for block in blocks:
         classes.setdefault(type(block.module), []).append(block)
     return list(classes.values())

@@ -13,9 +13,9 @@ from torch.distributed.pipelining import SplitPoint, pipe_split
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.graph_memory import changed_state, refuse_shared_memory
-from lp_pipe.pipeline.layers.piece import Definitions, Part, Piece, holder, tensor_at
+from lp_pipe.pipeline.layers.piece import Definitions, Piece, PieceGraph, holder, tensor_at
+from lp_pipe.pipeline.layers.repeatability import is_same_again, refusal
 from lp_pipe.pipeline.layers.repeated_blocks import repeated_blocks
-from lp_pipe.pipeline.layers.same_again import is_same_again, refusal
 from lp_pipe.pipeline.layers.tracing import Traced, trace
 from lp_pipe.private_torch import defining_module, pytree
 
@@ -200,7 +200,7 @@ def _shared_out(module: nn.Module, used: Sequence[set[str]], changed: set[str]) 
     return shares
 
 
-def _parts(own: set[str], traced: Traced) -> list[Part]:
+def _parts(own: set[str], traced: Traced) -> list[PieceGraph]:
     """Every piece's graph, with the values that are alive where it begins and where it ends.
 
     own: names of the module's parameters and buffers.
@@ -228,7 +228,7 @@ def _parts(own: set[str], traced: Traced) -> list[Part]:
     return parts
 
 
-def _part(root: nn.Module, own: set[str], nodes: list[fx.Node], taken: list[fx.Node], results: Any) -> Part:
+def _part(root: nn.Module, own: set[str], nodes: list[fx.Node], taken: list[fx.Node], results: Any) -> PieceGraph:
     graph = fx.Graph()
     needed: dict[fx.Node, None] = {}
     for node in nodes:
@@ -245,7 +245,7 @@ def _part(root: nn.Module, own: set[str], nodes: list[fx.Node], taken: list[fx.N
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda argument: copies[argument])
     graph.output(fx.map_arg(results, lambda node: copies[node]))
-    return Part(
+    return PieceGraph(
         definitions=_definitions(nodes),
         graph=_bare(fx.GraphModule(attributes, graph)),
         state=tuple(str(node.target) for node in state),

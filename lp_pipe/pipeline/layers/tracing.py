@@ -1,15 +1,29 @@
 """What torch.export writes down of a module's forward, cut where the module marks it."""
 
-from typing import Any, NamedTuple
+import inspect
+import linecache
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, TextIO
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.layers.asked_dtypes import check_as_asked
-from lp_pipe.pipeline.layers.exported import exported_in
-from lp_pipe.pipeline.layers.lost_in_export import branches_of
+from lp_pipe.pipeline.layers.export_branches import _TORCH, AskedDtypes, branches_of, check_as_asked
+from lp_pipe.pipeline.layers.export_gradients import own_gradients_refused
 from lp_pipe.pipeline.layers.piece import Inputs, inputs_of, template_of
-from lp_pipe.private_torch import is_pipe_split
+from lp_pipe.pipeline.layers.repeatability import once_refused
+from lp_pipe.private_torch import (
+    is_pipe_split,
+    pytree,
+)
 
 
 class Traced(NamedTuple):
@@ -80,3 +94,169 @@ def _check_cuts(module: nn.Module, points: list[str], cuts: list[list[fx.Node]],
                 f"piece {index} of {len(cuts)} is empty: between two split points, or before the first or behind the "
                 f"last one, {type(module).__name__} computes nothing: leave one out of {points or 'pipe_split()'}"
             )
+
+
+_TALKATIVE = (
+    "torch._export.non_strict_utils",
+    "torch._subclasses.fake_tensor",
+    "torch.export._trace",
+    "torch.fx.experimental.symbolic_shapes",
+)
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_Example = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+
+
+def exported_in(
+    mode: str, module: nn.Module, example: _Example, *, fixed_sizes: bool
+) -> tuple[torch.export.ExportedProgram, fx.GraphModule]:
+    """The program, and its graph as a module.
+
+    The number of samples must be free, which is an error where it is not; other sizes are where they can be.
+
+    mode: the one that the module is in, for the error. fixed_sizes: of all but the number of samples.
+
+    Raises:
+        PipelineError: torch.export cannot take the module, or its graph would compute otherwise.
+    """
+    try:
+        with _quiet(), _by_known_names(module, example) as example:
+            try:
+                exported = _exported_with(
+                    torch.export.Dim.STATIC if fixed_sizes else torch.export.Dim.AUTO, module, example
+                )
+            except NotImplementedError:
+                # AlexNet's pooling to 6 x 6: torch has sympy solve for which sizes its graph holds, and sympy gives up.
+                exported = _exported_with(torch.export.Dim.STATIC, module, example)
+            # Its guards are for exactly the example's kind of call; `Inputs` checks what matters here.
+            return exported, exported.module(check_guards=False)
+    except PipelineError:
+        raise
+    except Exception as error:  # whatever the module's own forward raises comes through, too
+        raise not_exported(module, mode, error) from error
+
+
+def _exported_with(other_sizes: Any, module: nn.Module, example: _Example) -> torch.export.ExportedProgram:
+    sizes = torch.export.ShapesCollection()
+    for tensor in pytree.tree_leaves(example):
+        if isinstance(tensor, Tensor) and tensor.dim():
+            sizes[tensor] = dict(enumerate([torch.export.Dim.DYNAMIC, *[other_sizes] * (tensor.dim() - 1)]))
+    dynamic = sizes.dynamic_shapes(module, *example)
+    # Where the caller is in a torch.no_grad(), the graph would not have those of the module.
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        own_gradients_refused(module),
+        once_refused(module),
+        AskedDtypes(),
+    ):
+        return torch.export.export(module, *example, dynamic_shapes=dynamic)
+
+
+@contextmanager
+def _by_known_names(module: nn.Module, example: _Example) -> Iterator[_Example]:
+    """Yield what to call the module with in the body, so that torch.export knows the name of every argument.
+
+    It refuses keywords that forward takes by **kwargs, as that of a wrapper does (PeftModel), or options (Llama's
+    num_items_in_batch). Then forward takes two containers in the body, with the same leaves in the same order.
+    """
+    args, kwargs = example
+    known = inspect.signature(module.forward).parameters
+    if all(name in known and known[name].kind not in _VARIABLE for name in kwargs):
+        yield example
+        return
+    forward, own = module.forward, module.__dict__.get("forward")
+
+    def of_containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return forward(*args, **kwargs)
+
+    module.forward = of_containers
+    try:
+        yield (args, kwargs), {}
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep from the terminal what torch writes of what it then solves in another way, or raises."""
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(_WithoutGraphs(sys.stderr)):
+            warnings.filterwarnings("ignore", module=r"torch\.")
+            warnings.filterwarnings("ignore", message="The tensor attribute")  # `is_same_again` tells what matters
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+class _WithoutGraphs:
+    """A stream without the graph that torch.export prints, whole, before it raises."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if sys._getframe(1).f_globals.get("__name__") == "torch.export._trace":
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+_OF_VALUES = (
+    "A graph has no branches that depend on values, and no sizes that do (.item(), .tolist(), nonzero(), a mask as an "
+    "index): compute with tensors (torch.where), switch it off in the configuration, or write the layers by hand"
+)
+_OF_SAMPLES = (
+    "Micro-batches have any number of samples. Usual reasons: a number of samples that forward has written down "
+    "(x.view(4, -1)); an example with fewer than 2 samples in a tensor. Else write the layers by hand"
+)
+# What torch's error says, with what to do then. Of other errors torch's own text is all that we know.
+_ADVICE = {
+    "UncapturedHigherOrderOpError": (
+        "torch.cond and the like are not taken: a torch.autograd.Function in a branch would lose its backward unseen. "
+        "Write the layers by hand"
+    ),
+    "in output, which is not a known type": (
+        "Have forward return tensors and plain containers only: without a cache, for a model of transformers "
+        "(config.use_cache=False). Or register the class, by torch.utils._pytree.register_pytree_node"
+    ),
+    "data-dependent": _OF_VALUES,
+    "Constraints violated": _OF_SAMPLES,
+    "user-specified dim hint": _OF_SAMPLES,
+}
+
+
+def not_exported(module: nn.Module, mode: str, error: Exception) -> PipelineError:
+    """What to say of an error of torch.export, or of forward in it, and at which of forward's lines."""
+    text = f"{type(error).__name__}: {str(error).strip()}"
+    advice = next((advice for sign, advice in _ADVICE.items() if sign in text), "")
+    if advice:  # which says more than torch's own, of a hundred lines
+        lines = text.splitlines()
+        text = " ".join(lines[: 2 if lines[0].endswith(":") else 1]).split(". ")[0]
+    what = f"{text.rstrip('.: ')}{_line_of_forward(error)}" + (f". {advice}" if advice else "")
+    return PipelineError(f"torch.export cannot take {type(module).__name__} in {mode} mode: {what}")
+
+
+def _line_of_forward(error: Exception) -> str:
+    """The innermost line of a module's method: torch names lines of its own, or ours."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        # Its first argument, which not everybody calls self.
+        owner, file = _first_argument(frame), frame.f_code.co_filename
+        if isinstance(owner, nn.Module) and not Path(file).is_relative_to(_TORCH):
+            source = linecache.getline(file, line).strip()
+            found = f" (at {Path(file).name}:{line}{f', {source}' if source else ''})"
+    return found
+
+
+def _first_argument(frame: FrameType) -> Any:
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(names[0]) if names else None

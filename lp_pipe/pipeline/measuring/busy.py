@@ -10,9 +10,9 @@ from lp_pipe.context import context, stop_event
 from lp_pipe.errors import NodeError, PipelineError, Unavailable
 from lp_pipe.launch import launch
 from lp_pipe.nodes import CourierNode
-from lp_pipe.pipeline.compute.device import computing_with
 from lp_pipe.pipeline.measuring.layer_rounds import Work
 from lp_pipe.program import Program
+from lp_pipe.training.device import computing_with
 
 _LIMIT_S = 600.0  # of their lives, whatever becomes of those who wait for them
 _PATIENCE_S = 10.0  # for the reason why one does not answer any more

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from lp_pipe.pipeline.compute.activation_meter import ActivationMeter, memory_of
-from lp_pipe.pipeline.compute.stage import Place
+from lp_pipe.pipeline.compute.stage import LayerCall
 from lp_pipe.pipeline.layers.message import tensors_of
 from lp_pipe.pipeline.layers.skips import call
 from lp_pipe.private_torch import DispatchMode, address_of_storage
@@ -29,7 +29,7 @@ class LayerStash:
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
 
-    def __call__(self, place: Place, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
+    def __call__(self, place: LayerCall, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
         with self.meter.counting():
             made = call(layer, (value,), skips)
         self._inputs, self._outputs = tensors_of(value), tensors_of(made)

@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from lp_pipe.errors import CheckpointError
-from lp_pipe.pipeline.saving import METADATA
-from lp_pipe.pipeline.saving.manifest import ENTRY, Manifest, from_entry
-from lp_pipe.pipeline.saving.plain_values import loaded
-from lp_pipe.pipeline.saving.saved import Key
+from lp_pipe.pipeline.saving import METADATA, safetensors_file
+from lp_pipe.pipeline.saving.contents import ENTRY, Manifest, manifest_from
+from lp_pipe.training.share_file import EntryKey, is_share, loaded
 
 
 class SavedFolder:
@@ -34,7 +33,7 @@ class SavedFolder:
         self._folder = folder
         self._metadata = _metadata(folder)
         names = self._metadata.planner_data or {}
-        self.keys: list[Key] = [tuple(names.get(name, (name,))) for name in self._metadata.state_dict_metadata]
+        self.keys: list[EntryKey] = [tuple(names.get(name, (name,))) for name in self._metadata.state_dict_metadata]
         if ENTRY not in self.keys:
             raise CheckpointError(f"{folder} is no checkpoint of lp_pipe: {METADATA} has no entry {ENTRY[0]!r}")
 
@@ -49,16 +48,16 @@ class SavedFolder:
         Raises:
             CheckpointError: as `read`; or another version of lp_pipe wrote it.
         """
-        return from_entry(self.read([ENTRY])[ENTRY], str(self._folder))
+        return manifest_from(self.read([ENTRY])[ENTRY], str(self._folder))
 
-    def read(self, keys: Iterable[Key]) -> dict[Key, Any]:
+    def read(self, keys: Iterable[EntryKey]) -> dict[EntryKey, Any]:
         """These entries, from the files that have them.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
         wanted = {".".join(key): key for key in keys}
-        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = _EntryPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner({name: self._empty(name) for name in wanted}, self._metadata)
         reader = FileSystemReader(self._folder)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
@@ -107,7 +106,7 @@ class SavedFolder:
         return found
 
 
-class _Planner(DefaultLoadPlanner):
+class _EntryPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Torch's own would unpickle anything."""
         self.state_dict[read_item.dest_index.fqn] = loaded(value)
@@ -196,3 +195,21 @@ class _DataOnly(pickle.Unpickler):
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which is no part of a checkpoint")
+
+
+def is_saved_model(folder: Path) -> bool:
+    """Whether a pipeline has written it."""
+    return folder.is_dir() and any(is_share(path) for path in folder.iterdir())
+
+
+def export(folder: Path, target: Path) -> int:
+    """Write the whole model as one .safetensors file; returns the number of tensors.
+
+    Raises:
+        CheckpointError: the folder is incomplete or damaged.
+        PipelineError: the file cannot be written.
+    """
+    found = SavedFolder(folder)
+    weights = found.read(("model", name) for name in found.names)
+    safetensors_file.write(target, {name: value for (_, name), value in weights.items()}, found.manifest().step)
+    return len(weights)

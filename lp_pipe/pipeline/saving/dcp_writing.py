@@ -30,9 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from lp_pipe.checkpoint.folder import sync
 from lp_pipe.pipeline.saving import METADATA
-from lp_pipe.pipeline.saving.saved import Key
-from lp_pipe.pipeline.saving.share_file import Described, Description, Written, is_share
 from lp_pipe.private_torch import storage_info
+from lp_pipe.training.share_file import Described, Description, EntryKey, Written, is_share
 
 
 class WholePlan:
@@ -42,13 +41,13 @@ class WholePlan:
     depend on nothing but the cut.
     """
 
-    def __init__(self, described: Sequence[Described], tied: Sequence[Sequence[Key]]) -> None:
+    def __init__(self, described: Sequence[Described], tied: Sequence[Sequence[EntryKey]]) -> None:
         self._described: Described = {}
         for share in described:
             self._described.update({key: what for key, what in share.items() if key not in self._described})
         groups = [[key for key in keys if key in self._described] for keys in tied]
         self._first = {key: keys[0] for keys in groups for key in keys[1:] if key != keys[0]}
-        self.left_out: list[set[Key]] = []
+        self.left_out: list[set[EntryKey]] = []
         taken = {*self._first}
         for share in described:
             self.left_out.append(share.keys() & taken)
@@ -71,7 +70,7 @@ def _delete_shares(folder: Path, but: Collection[str]) -> None:
                 path.unlink()
 
 
-def _metadata(described: Described, places: Mapping[Key, tuple[str, int, int]]) -> Metadata:
+def _metadata(described: Described, places: Mapping[EntryKey, tuple[str, int, int]]) -> Metadata:
     """What torch's reader needs; by planner_data it makes nested dicts of the flat names."""
     names = {key: ".".join(key) for key in described}
     entries = {names[key]: _entry(what) for key, what in described.items()}

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lp_pipe.pipeline.compute.finite import is_finite
 from lp_pipe.pipeline.compute.recompute import is_recomputing
-from lp_pipe.pipeline.compute.stage import Place, Stage
+from lp_pipe.pipeline.compute.stage import LayerCall, Stage
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.microbatches import apart
 from lp_pipe.pipeline.layers.skips import call
@@ -22,6 +21,7 @@ from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.worker.execution import Operation, Run
 from lp_pipe.pipeline.worker.nonfinite import LOSS, Search, error_of, first
 from lp_pipe.pipeline.worker.training import Training
+from lp_pipe.training.gradients import is_finite
 
 _AFTER = "earlier updates have been made: load() a checkpoint to go on"
 
@@ -53,7 +53,7 @@ class Guard:
         assert found is not None, "one of them is not finite"
         self._fail(step, "the gradients are not finite", True, microbatch, *found)
 
-    def _layer(self, place: Place, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
+    def _layer(self, place: LayerCall, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
         if is_recomputing():
             return call(layer, (value,), skips)
         if place.layer == self._stage.first_layer:
@@ -65,7 +65,7 @@ class Guard:
                 self._fail_in_forward(place, value)
         return made
 
-    def _fail_in_forward(self, place: Place, value: Any) -> None:
+    def _fail_in_forward(self, place: LayerCall, value: Any) -> None:
         found: list[NonFinite] = []
         with torch.no_grad(), self._search.around({}, found):
             self._stage.run_again(value, place.step, place.microbatch)

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from lp_pipe.errors import noting
-from lp_pipe.pipeline.compute.buffers import BufferSnapshot
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.compute.weight_versions import WeightVersions
 from lp_pipe.pipeline.schedule import Action
@@ -21,6 +20,7 @@ from lp_pipe.pipeline.worker.reduction import Reduction
 from lp_pipe.pipeline.worker.step_order import StepOrder
 from lp_pipe.pipeline.worker.tasks import Task
 from lp_pipe.pipeline.worker.training import Training
+from lp_pipe.training.buffer_snapshot import BufferSnapshot
 
 
 class AsyncWorker(Ahead):

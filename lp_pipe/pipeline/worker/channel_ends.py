@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lp_pipe.channels import Receiver, Sender
-from lp_pipe.pipeline.compute.device import CPU, to_device, to_host
+from lp_pipe.training.device import CPU, to_device, to_host
 
 Key = TypeVar("Key")
 

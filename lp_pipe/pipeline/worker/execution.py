@@ -10,18 +10,13 @@ import torch
 from torch import Tensor
 
 from lp_pipe.errors import PipelineError, add_note
-from lp_pipe.pipeline.compute.device import to_host
-from lp_pipe.pipeline.compute.gradient_norms import GradientNorm
-from lp_pipe.pipeline.compute.loss_scale import scaled
-from lp_pipe.pipeline.compute.precision import autocast
 from lp_pipe.pipeline.compute.stage import EVALUATION, Stage
-from lp_pipe.pipeline.compute.untrained import refuse_detached, refuse_untrained
+from lp_pipe.pipeline.compute.untrained_parameters import refuse_detached, refuse_untrained
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.batch_dims import unmarked
 from lp_pipe.pipeline.layers.batch_gradients import detached_copy, gradients_of, with_gradient
 from lp_pipe.pipeline.layers.message import Message
 from lp_pipe.pipeline.layers.model import Loss
-from lp_pipe.pipeline.layers.rng import step_rng
 from lp_pipe.pipeline.metrics import Totals, add_metrics
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
@@ -31,6 +26,10 @@ from lp_pipe.pipeline.worker.side_channels import SideChannels
 from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Wanted
 from lp_pipe.pipeline.worker.written_parameters import CopiedParameters
 from lp_pipe.telemetry import positions
+from lp_pipe.training.device import autocast, to_host
+from lp_pipe.training.gradients import GradientNorm
+from lp_pipe.training.loss_scale import scaled
+from lp_pipe.training.rng import step_rng
 
 
 @dataclass

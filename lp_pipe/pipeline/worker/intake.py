@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from lp_pipe.errors import PipelineError, noting
-from lp_pipe.pipeline.compute.device import to_device
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.batch_dims import marked, unmarked
 from lp_pipe.pipeline.layers.microbatches import apart, loss_weights, split
@@ -14,6 +13,7 @@ from lp_pipe.pipeline.worker.batches import BatchSource
 from lp_pipe.pipeline.worker.execution import Operation, Report
 from lp_pipe.pipeline.worker.same_target import glance
 from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Task, Wanted
+from lp_pipe.training.device import to_device
 
 
 def _each(change: Callable[[Any], Any], inputs: list[Any] | Mapping[int, Any]) -> list[Any] | dict[int, Any]:

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from lp_pipe.pipeline.compute.device import copied_on
 from lp_pipe.pipeline.schedule.channels import Channels
 from lp_pipe.pipeline.worker.channel_ends import ChannelEnds
 from lp_pipe.pipeline.worker.neighbours import Neighbours
+from lp_pipe.training.device import copied_on
 
 
 class Links(ChannelEnds[tuple[int, int]]):

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 from lp_pipe.channels.packing import copied
 from lp_pipe.context import context
-from lp_pipe.pipeline.saving.manifest import Manifest
-from lp_pipe.pipeline.saving.saved import Saved
-from lp_pipe.pipeline.saving.share_file import check_dense
+from lp_pipe.pipeline.saving.contents import Manifest, Saved
 from lp_pipe.rpc.daemon_pool import DaemonPool
+from lp_pipe.training.share_file import check_dense
 
 _KEPT = 2  # while the newest is on its way to its guard, the one before is what all can go back to
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from lp_pipe.channels import ChannelHub, Receiver, Sender
-from lp_pipe.pipeline.compute.device import CPU
-from lp_pipe.pipeline.ranks import Ranks
+from lp_pipe.pipeline.config import Ranks
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
+from lp_pipe.training.device import CPU
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from lp_pipe.errors import NonFiniteError
-from lp_pipe.pipeline.compute.finite import is_finite
 from lp_pipe.pipeline.compute.recompute import is_recomputing
-from lp_pipe.pipeline.compute.stage import Place, Stage
+from lp_pipe.pipeline.compute.stage import LayerCall, Stage
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.message import tensors_of
 from lp_pipe.pipeline.layers.skips import call
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.worker.execution import Operation, Run
+from lp_pipe.training.gradients import is_finite
 
 LOSS = "the loss function"
 
@@ -52,7 +52,7 @@ class Search:
             for stage, watch in before.items():
                 stage.watch = watch
 
-    def _layer(self, stage: Stage, place: Place, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
+    def _layer(self, stage: Stage, place: LayerCall, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
         """Call a layer, and look at what it makes; later, at the gradient that it hands to the one before."""
         if is_recomputing():
             return call(layer, (value,), skips)

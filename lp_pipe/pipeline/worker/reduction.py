@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.compute.buffers import BufferSnapshot, set_buffer
 from lp_pipe.pipeline.worker.channel_ends import ChannelEnds
 from lp_pipe.pipeline.worker.neighbours import Neighbours
 from lp_pipe.private_torch import buffers_of
+from lp_pipe.training.buffer_snapshot import BufferSnapshot, set_buffer
 
 _CREDITS = 2  # shards, and sums
 

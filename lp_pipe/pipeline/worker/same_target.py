@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lp_pipe.pipeline.saving.quick_save import elements_of
 from lp_pipe.private_torch import pytree
+from lp_pipe.training.tensor_archive import elements_of
 
 _NUMBERS = 64  # of each tensor: a step has time for that, whatever a target's size
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from lp_pipe.checkpoint.shared import check_is_here
 from lp_pipe.errors import Unavailable
-from lp_pipe.pipeline.saving.manifest import ENTRY, Manifest
-from lp_pipe.pipeline.saving.saved import Key, Saved, entries
-from lp_pipe.pipeline.saving.share_file import Described, Share, Written, remove_shares
+from lp_pipe.pipeline.saving.contents import ENTRY, Manifest, Saved, entries
+from lp_pipe.training.share_file import Described, EntryKey, Share, Written, remove_shares
 
 
 class Shares:
@@ -36,7 +35,7 @@ class Shares:
         share.add(ENTRY, manifest.as_entry())
         return share.describe()
 
-    def write_share(self, folder: str, version: str, left_out: Collection[Key]) -> Written:
+    def write_share(self, folder: str, version: str, left_out: Collection[EntryKey]) -> Written:
         """Write all but what is left to others; says where each entry is.
 
         Raises:

@@ -10,23 +10,33 @@ from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.activation_meter import bytes_of
-from lp_pipe.pipeline.compute.finite import dense, is_finite
-from lp_pipe.pipeline.compute.gradient_norms import GradientNorm, norms_of
-from lp_pipe.pipeline.compute.loss_scale import unscale
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.config import PipelineConfig
-from lp_pipe.pipeline.layers.factories import made_optimizer, made_scheduler, wants_metric
 from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
-from lp_pipe.pipeline.layers.rng import nobody_draws, optimizer_place, step_rng
-from lp_pipe.pipeline.saving.group_values import values_of_group, with_group_values
-from lp_pipe.pipeline.saving.same_dtypes import refuse_other_dtypes
-from lp_pipe.pipeline.saving.same_groups import Member, is_same, refuse_other_groups
-from lp_pipe.pipeline.saving.same_optimizer import refuse_hidden_state, refuse_other_optimizer
-from lp_pipe.pipeline.saving.same_scheduler import kind_of, refuse_other_scheduler
-from lp_pipe.pipeline.saving.saved import Saved
-from lp_pipe.pipeline.saving.state_of_optimizer import OfParameter, restore, state_of
+from lp_pipe.pipeline.layers.optimizer_factories import made_optimizer, made_scheduler, wants_metric
+from lp_pipe.pipeline.saving.contents import Saved
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.private_torch import versions_of
+from lp_pipe.training.gradients import GradientNorm, dense, is_finite, norms_of
+from lp_pipe.training.loss_scale import unscale
+from lp_pipe.training.optimizer_state import (
+    OfParameter,
+    refuse_hidden_state,
+    restore,
+    state_of,
+    values_of_group,
+    with_group_values,
+)
+from lp_pipe.training.resume_checks import (
+    GroupMember,
+    is_same,
+    kind_of,
+    refuse_other_dtypes,
+    refuse_other_groups,
+    refuse_other_optimizer,
+    refuse_other_scheduler,
+)
+from lp_pipe.training.rng import nobody_draws, optimizer_place, step_rng
 
 
 class Update(enum.Enum):
@@ -195,7 +205,7 @@ class Training:
             if name in saved.optimizer and self._optimizer is not None:
                 kind, _ = saved.optimizer[name].get("group", (None, ""))  # older versions kept none
                 refuse_other_optimizer(self._optimizer, group, saved.optimizer[name]["options"], kind)
-        own = [Member(name, _options(group), id(group)) for group, name, _ in self._grouped()]
+        own = [GroupMember(name, _options(group), id(group)) for group, name, _ in self._grouped()]
         refuse_other_groups(own, saved.optimizer)
         if self._lr_scheduler is not None:
             refuse_other_scheduler(self._lr_scheduler, saved.scheduler_kind)

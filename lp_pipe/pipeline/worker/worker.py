@@ -14,21 +14,16 @@ from torch import Tensor
 from lp_pipe.address import Address
 from lp_pipe.context import context
 from lp_pipe.errors import noting
-from lp_pipe.pipeline.compute.device import chosen_device, current, to_host
-from lp_pipe.pipeline.compute.eval_mode import eval_mode
-from lp_pipe.pipeline.compute.forward_writes import ForwardWrites
-from lp_pipe.pipeline.compute.loss_state import OwnLoss
-from lp_pipe.pipeline.compute.stage import EVALUATION
-from lp_pipe.pipeline.compute.stages import stages_of
+from lp_pipe.pipeline.compute.stage import EVALUATION, stages_of
+from lp_pipe.pipeline.compute.stage_loss import StageLoss
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
-from lp_pipe.pipeline.layers.formats import with_formats
-from lp_pipe.pipeline.layers.layer_names import names_by_index
 from lp_pipe.pipeline.layers.microbatches import aligned
-from lp_pipe.pipeline.layers.rng import change_place, step_rng
+from lp_pipe.pipeline.layers.model_checks import refuse_time_first
+from lp_pipe.pipeline.layers.model_names import names_by_index, with_formats
+from lp_pipe.pipeline.layers.named_layers import eval_mode
 from lp_pipe.pipeline.layers.state_shapes import check_shapes, misfits, taken_by
-from lp_pipe.pipeline.layers.unfit import refuse_time_first
 from lp_pipe.pipeline.results import NonFinite, StageMemory
-from lp_pipe.pipeline.saving.saved import Saved, is_of, joined
+from lp_pipe.pipeline.saving.contents import Saved, is_of, joined
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
 from lp_pipe.pipeline.worker.ahead import Ahead
 from lp_pipe.pipeline.worker.async_guard import Guard
@@ -52,6 +47,9 @@ from lp_pipe.pipeline.worker.tasks import Task
 from lp_pipe.pipeline.worker.training import Training, Update
 from lp_pipe.pipeline.worker.whereabouts import Whereabouts
 from lp_pipe.private_torch import buffers_of, parameters_of, version_of
+from lp_pipe.training.device import chosen_device, current, to_host
+from lp_pipe.training.forward_writes import ForwardWrites
+from lp_pipe.training.rng import change_place, step_rng
 
 
 class StageWorker:
@@ -90,7 +88,7 @@ class StageWorker:
         self.hold_share, self.plan_share = shares.hold_share, shares.plan_share
         self.write_share, self.forget_share = shares.write_share, shares.forget_share
         self.remove_share = shares.remove_share
-        self._loss = OwnLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self._device)
+        self._loss = StageLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self._device)
         self._inner = [module for stage in self._stages.values() for module in stage.modules()]
         self._modules = [*self._inner, *self._loss.modules]
         self._settings = ModuleSettings(

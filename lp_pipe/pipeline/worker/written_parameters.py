@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.compute.device import CPU
-from lp_pipe.pipeline.compute.forward_writes import are_users
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.private_torch import parameters_of, version_of
+from lp_pipe.training.device import CPU
+from lp_pipe.training.forward_writes import are_users
 
 _Named = Iterable[tuple[str, nn.Parameter]]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from lp_pipe.pipeline.conductor.pace import Pace, Slow
-from lp_pipe.pipeline.ranks import Ranks
+from lp_pipe.pipeline.config import Ranks
 
 ONE_EACH = Ranks((1, 1, 1))
 USUAL = (0.4, 0.8, 0.4)  # of a step of four micro-batches

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.conductor.stragglers import Stragglers
-from lp_pipe.pipeline.layers.layer_names import layer_names
-from lp_pipe.pipeline.ranks import Ranks
+from lp_pipe.pipeline.config import Ranks
+from lp_pipe.pipeline.layers.model_names import layer_names
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.pipeline.worker.whereabouts import Whereabouts
 from tests.pipeline.plain_loop import D, random_batches, sgd, squared_error

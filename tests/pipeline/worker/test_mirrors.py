@@ -9,7 +9,7 @@ from torch import nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.saving.manifest import Manifest
+from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.pipeline.worker.mirrors import Mirror, Mirrors
 from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.telemetry import waits

@@ -3,7 +3,7 @@
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.pipeline.saving.manifest import Manifest
+from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.pipeline.worker.shares import Shares
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.pipeline.compute.stage import Stage
-from lp_pipe.pipeline.saving.saved import Saved
+from lp_pipe.pipeline.saving.contents import Saved
 from lp_pipe.pipeline.worker.training import Training
 
 ELSEWHERE = torch.device("meta")

@@ -1,0 +1,1 @@
+"""What all kinds of training share: generators, devices, gradients, optimizer state, saved tensors."""

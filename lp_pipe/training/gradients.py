@@ -1,0 +1,60 @@
+"""Norms of gradients, and the search for NaN and infinity."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lp_pipe.private_torch import grouped_by_dtype, norms_of_each, pytree, sparse_values
+
+
+class GradientNorm(NamedTuple):
+    """The 2-norm of one gradient, on the host, to be sent. dtype: the gradient's; a complex one has a real norm."""
+
+    norm: Tensor
+    dtype: torch.dtype
+
+
+def norms_of(gradients: Iterable[Tensor]) -> list[GradientNorm]:
+    """In their order."""
+    gradients = list(gradients)
+    found = norms_of_each(gradients) if gradients else ()
+    return [GradientNorm(norm.cpu(), gradient.dtype) for norm, gradient in zip(found, gradients, strict=True)]
+
+
+def total_norm(norms: Sequence[GradientNorm], device: torch.device) -> Tensor | None:
+    """Of gradients in the order of their parameters; computed on `device`, as the plain loop does, for the host."""
+    if not norms:
+        return None
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in _as_torch_adds(norms, device)]))
+    return total.cpu()
+
+
+def _as_torch_adds(norms: Sequence[GradientNorm], device: torch.device) -> list[Tensor]:
+    """One dtype after the other, which torch orders by a hash; the sum of squares depends on the order."""
+    if len({dtype for _, dtype in norms}) == 1:
+        return [norm for norm, _ in norms]
+    stand_ins = [torch.empty(0, dtype=dtype, device=device) for _, dtype in norms]
+    return [norms[index].norm for positions in grouped_by_dtype(stand_ins) for index in positions]
+
+
+def is_finite(value: Any) -> bool:
+    """Whether no tensor of a value holds NaN or infinity."""
+    leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
+    return all(_is_finite(leaf.detach()) for leaf in leaves if isinstance(leaf, Tensor) and _may_be_infinite(leaf))
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """All numbers of a tensor that may be sparse, as the gradient of an nn.Embedding(sparse=True) is."""
+    return sparse_values(tensor) if tensor.is_sparse else tensor
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    tensor = dense(tensor)
+    # A sum takes a fraction of the time; one of finite numbers may be too large for a number.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def _may_be_infinite(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,190 @@
+"""DOC"""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lp_pipe.errors import PipelineError
+
+
+class OfParameter(NamedTuple):
+    """What was saved of one: its state, and the options of its group."""
+
+    state: dict[str, Any]
+    options: dict[str, Any]
+
+
+def says_it_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class has a state_dict or load_state_dict of its own."""
+    kind, usual = type(optimizer), torch.optim.Optimizer
+    return any(
+        getattr(kind, name, getattr(usual, name)) is not getattr(usual, name)
+        for name in ("state_dict", "load_state_dict")
+    )
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, dict[str, Any]]:
+    """By parameter; not copied."""
+    if not says_it_itself(optimizer):
+        return optimizer.state  # the other way takes as long as copying many small parameters
+    packed = optimizer.state_dict()
+    return {parameter: packed["state"].get(index, {}) for _, index, parameter in _places(optimizer, packed)}
+
+
+def keys_beside(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Under which its state has something for all parameters together, such as a count of steps; torch saves these."""
+    if not says_it_itself(optimizer):
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [key for key, values in optimizer.state.items() if values and id(key) not in own]
+    packed = optimizer.state_dict()
+    indices = {index for _, index, _ in _places(optimizer, packed)}
+    return [key for key, values in packed["state"].items() if values and key not in indices]
+
+
+def restore(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, OfParameter]) -> None:
+    """Parameters that were not saved keep what they have."""
+    if says_it_itself(optimizer):
+        _load(optimizer, saved)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in saved:
+                group.update(saved[parameter].options)
+                optimizer.state[parameter] = saved[parameter].state
+
+
+def _load(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, OfParameter]) -> None:
+    packed = optimizer.state_dict()
+    for group, index, parameter in _places(optimizer, packed):
+        if parameter in saved:
+            packed["state"][index] = saved[parameter].state
+            group.update(saved[parameter].options)
+    optimizer.load_state_dict(packed)
+
+
+def _places(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Any, Tensor]]:
+    """Each parameter with its group and its number in the state_dict."""
+    for group, own in zip(packed["param_groups"], optimizer.param_groups, strict=True):
+        for index, parameter in zip(group["params"], own["params"], strict=True):
+            yield group, index, parameter
+
+
+_ONE_STATE = (
+    "let it be a torch.optim.Optimizer that shares its groups and its state with those that it is made of "
+    "(docs/pipeline.md, Optimizers)"
+)
+
+
+def refuse_hidden_state(optimizer: torch.optim.Optimizer) -> None:
+    """What its class adds to its state_dict(), or keeps in optimizers of its own, would not go to other stages.
+
+    Raises:
+        PipelineError: there is such a thing; says where else it could be.
+    """
+    kind = type(optimizer).__name__
+    if says_it_itself(optimizer):
+        packed: Any = optimizer.state_dict()
+        if not isinstance(packed, Mapping) or not {"state", "param_groups"} <= packed.keys():
+            raise PipelineError(
+                f"{kind}.state_dict() is not as torch's are, a dict of 'state' and 'param_groups', by which a "
+                f"checkpoint could tell what belongs to which parameter: {_ONE_STATE}"
+            )
+        hidden = sorted({*packed} - {"state", "param_groups"})
+        if hidden:
+            raise PipelineError(
+                f"{kind}.state_dict() has {', '.join(map(repr, hidden))}, which a checkpoint of a pipeline would lose: "
+                "for any number of stages it keeps what belongs to a parameter, so put it into "
+                "self.state[parameter], or into the options of the groups"
+            )
+    elif not hasattr(optimizer, "state"):
+        raise PipelineError(
+            f"{kind} has neither a state_dict() nor a state, so nothing could be saved of it: {_ONE_STATE}"
+        )
+    if beside := sorted(map(str, keys_beside(optimizer))):
+        raise PipelineError(
+            f"{kind}.state has {', '.join(map(repr, beside))}, which is no parameter of its groups, so that a "
+            "checkpoint of a pipeline would lose what is there: for any number of stages it keeps what belongs to a "
+            "parameter, so put it into self.state[parameter], or into the options of the groups"
+        )
+    own = state_of(optimizer)
+    _refuse_shared_state(kind, own.values())
+    for inner in _inner_optimizers(optimizer):
+        if any(values.keys() - own.get(parameter, {}).keys() for parameter, values in inner.state.items()):
+            raise PipelineError(
+                f"{kind} is made of others, {type(inner).__name__} among them, whose state is not in its own, so that "
+                f"a checkpoint would lose it: {_ONE_STATE}"
+            )
+
+
+def _refuse_shared_state(kind: str, states: Iterable[Mapping[Any, Any]]) -> None:
+    seen: set[int] = set()
+    for values in states:
+        tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+        shared = [key for key, value in tensors.items() if id(value) in seen]
+        if shared:
+            raise PipelineError(
+                f"{kind} keeps one tensor as {shared[0]!r} of several parameters, of which each would have one of its "
+                "own after a checkpoint: give each parameter its own, or put it into the options of the groups"
+            )
+        seen |= {id(value) for value in tensors.values()}
+
+
+def _inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    found: list[Any] = []
+    for value in vars(optimizer).values():
+        if isinstance(value, (list, tuple)):
+            found.extend(value)
+        elif isinstance(value, Mapping):
+            found.extend(value.values())
+        else:
+            found.append(value)
+    return [inner for inner in found if isinstance(inner, torch.optim.Optimizer)]
+
+
+_NAMES = ("lrs", "_last_lr", "lr_lambdas", "momentums")  # torch's all end so; a user's own: peak_lrs, warmup_lrs
+Path = tuple[str | int, ...]
+
+
+def values_of_group(state: Mapping[str, Any], groups: int, group: int) -> dict[Path, Any]:
+    """What a scheduler's state says of one group, by the way to the list."""
+    return {path: found[group] for path, found in _lists(state, ()) if len(found) == groups}
+
+
+def with_group_values(
+    saved: Mapping[str, Any], own: Mapping[str, Any], values: Sequence[Mapping[Path, Any] | None]
+) -> dict[str, Any]:
+    """A saved state for a scheduler whose own state is `own`; what nobody has saved of a group stays as it is.
+
+    values: what was saved of each of its groups; None for one without parameters.
+    """
+    state = copy.deepcopy(dict(saved))
+    for path, found in _lists(own, ()):
+        if len(found) == len(values):
+            fresh = [given.get(path, now) if given else now for given, now in zip(values, found, strict=True)]
+            _put(state, path, fresh)
+    return state
+
+
+def _lists(state: Mapping[str, Any], path: Path) -> Iterator[tuple[Path, list[Any]]]:
+    for key, value in state.items():
+        if str(key).endswith(_NAMES) and isinstance(value, list):
+            yield (*path, key), value
+        elif isinstance(value, Mapping):
+            yield from _lists(value, (*path, key))
+        elif isinstance(value, (list, tuple)):  # the schedulers in a SequentialLR
+            for index, part in enumerate(value):
+                if isinstance(part, Mapping):
+                    yield from _lists(part, (*path, key, index))
+
+
+def _put(state: Any, path: Path, value: list[Any]) -> None:
+    *way, last = path
+    try:
+        for step in way:
+            state = state[step]
+    except (KeyError, IndexError, TypeError):
+        return  # of another kind of scheduler, about which its load_state_dict decides
+    state[last] = value

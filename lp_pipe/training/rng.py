@@ -1,0 +1,131 @@
+"""Random numbers that depend on what is computed, never on which process computes it."""
+
+import contextlib
+import hashlib
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+# torch's default generator belongs to the process: two stages in threads would draw from each other's stream.
+_generator_lock = threading.RLock()
+
+_STEP = struct.Struct("<4q")
+
+
+class _Inside(threading.local):
+    microbatch: int | None = None  # that of the step_rng body in which this thread is
+
+
+_inside = _Inside()
+
+
+@contextmanager
+def layer_rng(seed: int, index: int) -> Iterator[None]:
+    """Draw the initial weights of layer `index` in the body; afterwards torch's generator is as it was before."""
+    with _SeededGenerators(b"layer" + struct.pack("<2q", seed, index)):
+        yield
+
+
+@contextmanager
+def sample_rng(number: int) -> Iterator[None]:
+    """Draw what is random about a sample of a data set in the body; restores torch's CPU generator."""
+    with _generator_lock:
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(number)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before)
+
+
+def nobody_draws() -> contextlib.AbstractContextManager[Any]:
+    """In the body no thread of this process is in a `step_rng`, for what is not ready for others beside it."""
+    return _generator_lock
+
+
+class step_rng:  # contextlib's way to make one costs as much as all that it does
+    """Draw layer `layer`'s dropout for one micro-batch of one step in the body; restores torch's generator.
+
+    Use it in a plain loop too, around the call of each layer, to get the very masks that a pipeline draws. A loss that
+    draws counts as a layer behind the last one, an optimizer that draws (for stage worker s) as layer -1 - s, with the
+    number of the update in the step in place of a micro-batch. A backward that draws does so as its stage's first layer
+    in micro-batch -1 - j (on a CPU).
+    Stages that are threads take turns in such bodies.
+    """
+
+    __slots__ = ("_microbatch", "_outer", "_seeded")
+
+    def __init__(self, seed: int, layer: int, step: int, microbatch: int) -> None:
+        self._microbatch = microbatch
+        self._seeded = _SeededGenerators(b"step" + _STEP.pack(seed, layer, step, microbatch))
+
+    def __enter__(self) -> None:
+        self._seeded.__enter__()
+        self._outer = _inside.microbatch
+        _inside.microbatch = self._microbatch
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _inside.microbatch = self._outer
+        self._seeded.__exit__(kind, error, trace)
+
+
+def optimizer_place(stage: int) -> int:
+    """In the place of a layer in `step_rng`, for an optimizer that draws; of the worker whose first stage it is."""
+    return -1 - stage
+
+
+def change_place(first_layer: int) -> int:
+    """In the place of a micro-batch in `step_rng`, for a function that `apply` calls; of a worker's first layer."""
+    return -(1 << 20) - first_layer
+
+
+def backward_place(microbatch: int) -> int:
+    """In the place of a micro-batch in `step_rng`, for a backward that draws; the layer is its stage's first one."""
+    return -1 - microbatch
+
+
+def current_microbatch() -> int:
+    """The micro-batch of the `step_rng` body that this thread is in."""
+    microbatch = _inside.microbatch
+    assert microbatch is not None, "only layers ask, and they are called in such a body"
+    return microbatch
+
+
+class _SeededGenerators:
+    """In the body torch's generators begin where the hash of `purpose` says; afterwards they are as before."""
+
+    __slots__ = ("_before", "_seed")
+
+    def __init__(self, purpose: bytes) -> None:
+        self._seed = int.from_bytes(hashlib.blake2b(purpose, digest_size=8).digest(), "little")
+
+    def __enter__(self) -> None:
+        _generator_lock.acquire()
+        try:
+            self._before = [(generator, generator.get_state()) for generator in _generators()]
+            for generator, _ in self._before:
+                generator.manual_seed(self._seed)
+        except BaseException:
+            _generator_lock.release()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for generator, state in self._before:
+            generator.set_state(state)
+        _generator_lock.release()
+
+
+def _generators() -> list[torch.Generator]:
+    """torch's own that a layer may draw from here: the host's, and the current GPU's if one is in use."""
+    if not torch.cuda.is_initialized():
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
