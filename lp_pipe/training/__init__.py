@@ -1,1 +1,1 @@
-"""What all kinds of training share: generators, devices, gradients, optimizer state, saved tensors."""
+"""Parts that all kinds of training share: generators, devices, gradients, optimizer state, saved tensors."""

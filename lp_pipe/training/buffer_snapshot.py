@@ -1,4 +1,4 @@
-"""The buffers of modules (BatchNorm's statistics), as they were before something ran."""
+"""A snapshot of the buffers of modules, such as BatchNorm's statistics, to compare with and to restore."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ BufferPlace = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class _Before:
-    buffer: Tensor | None  # None: one that a forward will make
+    buffer: Tensor | None  # None: a forward will create the buffer
     version: int
     copy: Tensor | None
 
@@ -29,19 +29,22 @@ class _Before:
 
     @property
     def value(self) -> Tensor | None:
-        """What it held; None also where only a copy could tell."""
+        """The old value; None also if only a copy could tell."""
         if self.copy is not None:
             return self.copy
         return None if self.was_written_in_place else self.buffer
 
     @property
     def is_lost(self) -> bool:
-        """Whether only a copy could tell what it held."""
+        """Whether the old value is gone: it was overwritten, and there is no copy."""
         return self.copy is None and self.was_written_in_place
 
 
 class BufferSnapshot:
-    """All buffers of some modules. copied: the only places, beside BatchNorms, of which a copy is made; None: all."""
+    """All buffers of some modules, as they were when this was made.
+
+    copied: the only places of which a copy is made, beside BatchNorms; None: all places.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], copied: frozenset[BufferPlace] | None = None) -> None:
         self._before: dict[BufferPlace, _Before] = {}
@@ -51,12 +54,13 @@ class BufferSnapshot:
                     self._before[module, name] = _Before(None, 0, None)
                     continue
                 is_copied = copied is None or (module, name) in copied or is_batch_norm(module)
-                # Sparse ones (a graph's adjacency) cannot be compared, nor written to without a new version.
+                # Sparse buffers (a graph's adjacency) cannot be compared, and a write to them always counts as a new
+                # version.
                 copy = buffer.detach().clone() if is_copied and buffer.layout is torch.strided else None
                 self._before[module, name] = _Before(buffer, version_of(buffer), copy)
 
     def written(self) -> frozenset[BufferPlace]:
-        """Where something has changed since, in place or by another tensor."""
+        """Return the places whose buffer was written to in place or replaced since."""
         return frozenset(
             place
             for place, before in self._before.items()
@@ -64,25 +68,28 @@ class BufferSnapshot:
         )
 
     def without_copy(self) -> list[str]:
-        """The names of those whose value is lost."""
+        """Return the names of the buffers whose old value is lost."""
         return [name for (_, name), before in self._before.items() if before.is_lost]
 
     def restore(self) -> None:
-        """Put the values back, in the same tensors; nobody who has saved one for a backward notices."""
+        """Put the values back into the same tensors, without a new version.
+
+        So a tensor that autograd has saved stays valid.
+        """
         for (module, name), before in self._before.items():
             if before.buffer is not None and before.copy is not None and before.was_written_in_place:
                 _put_back(before.buffer, before.copy)
             put_buffer(module, name, before.buffer)
 
     def only(self, places: frozenset[BufferPlace]) -> "BufferSnapshot":
-        """This, without what has not changed and needs no memory therefore."""
+        """Return a snapshot of these places alone, which holds less memory."""
         smaller = BufferSnapshot(())
         smaller._before = {place: before for place, before in self._before.items() if place in places}
         return smaller
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """In the body the modules have the old values, in other tensors; afterwards theirs again, untouched."""
+        """Give the modules the old values, in other tensors, in the body."""
         present = {place: buffer_at(place) for place in self._before}
         for (module, name), before in self._before.items():
             put_buffer(module, name, before.value)
@@ -94,7 +101,10 @@ class BufferSnapshot:
 
 
 def with_buffers(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules in some layers that have any, without BatchNorms, whose own no backward needs in train mode."""
+    """Return the modules in some layers that have buffers, without BatchNorms.
+
+    A BatchNorm's backward needs no buffer in train mode.
+    """
     modules = (module for layer in layers for module in layer.modules())
     return [module for module in modules if buffers_of(module) and not is_batch_norm(module)]
 
@@ -104,19 +114,19 @@ def set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
     present = buffers_of(module)[name]
     if present is not None and (present.shape, present.dtype) == (value.shape, value.dtype):
         present.copy_(value)
-    else:  # a mask that is made anew for longer sequences
+    else:  # a mask that is made again for longer sequences
         put_buffer(module, name, value)
 
 
 def _put_back(buffer: Tensor, value: Tensor) -> None:
     if buffer.shape == value.shape:
         buffer.data.copy_(value)
-    else:  # resized by the forward, as observers of quantisation do to begin with
+    else:  # resized by the forward, as quantisation observers are at first
         buffer.data = value.clone()
 
 
 def buffer_at(place: BufferPlace) -> Tensor | None:
-    """None where there is none (any more)."""
+    """Return the buffer at a place; None if there is none (any more)."""
     module, name = place
     buffers = buffers_of(module)
     return buffers[name] if name in buffers else None  # noqa: SIM401, TorchScript's has no get()

@@ -16,10 +16,10 @@ Device = str | torch.device
 
 
 def check_devices(device: Device | Sequence[Device], workers: int, channel: str = "auto") -> tuple[str, ...]:
-    """One name for each worker, from the option of `add_pipeline`.
+    """Return the device name of each worker, from the option `device` of `add_pipeline`.
 
     Raises:
-        PipelineError: a name is wrong, or their number; or this kind of channel does not join them.
+        PipelineError: a name or the number of names is wrong, or this kind of channel does not join these devices.
     """
     given = tuple(device) if isinstance(device, Iterable) and not isinstance(device, str) else (device,) * workers
     names = tuple(str(name) if isinstance(name, torch.device) else name for name in given)
@@ -28,7 +28,7 @@ def check_devices(device: Device | Sequence[Device], workers: int, channel: str 
     for name in names:
         kind, _, number = name.partition(":") if isinstance(name, str) else ("", "", "")
         if not (name in ("auto", "cpu") or (kind == "cuda" and (number.isdecimal() or name == "cuda"))):
-            raise PipelineError(f"device={device!r}: {name!r} is none of 'auto', 'cpu', 'cuda', 'cuda:0', …")
+            raise PipelineError(f"device={device!r}: {name!r} must be 'auto', 'cpu', 'cuda', 'cuda:0', …")
     if channel == "nccl" and "cpu" in names:
         raise PipelineError(
             f"channel='nccl' with device={device!r}: NCCL carries tensors of GPUs only: use device='cuda', or "
@@ -38,9 +38,10 @@ def check_devices(device: Device | Sequence[Device], workers: int, channel: str 
 
 
 def chosen_device(name: str, rank: int) -> torch.device:
-    """The device of a rank's stages, in its own process. "auto": a GPU where there is one; ranks take turns.
+    """Return the device of a rank's stages, in the rank's own process.
 
-    A node that asks for GPUs (`Resources(gpus=1)`) sees no others.
+    "auto" takes a GPU if there is one; the ranks take the GPUs in turn. A node that asks for GPUs (`Resources(gpus=1)`)
+    sees no others.
 
     Raises:
         PipelineError: there is no such GPU.
@@ -58,27 +59,28 @@ def chosen_device(name: str, rank: int) -> torch.device:
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """In the body new CUDA tensors, and `step_rng`, are of this device.
+    """Make the device current in the body: new CUDA tensors and `step_rng` use it.
 
-    The thread that asks computes with as many threads as the node was given, from now on.
+    The calling thread computes with the node's number of threads from now on.
     """
-    # oneDNN's convolutions ask OpenMP, whose number is one for each thread: torch sets it when it is first asked there.
+    # oneDNN's convolutions ask OpenMP, which has a number for each thread; torch sets it at the thread's first
+    # question.
     torch.get_num_threads()
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A value with its tensors on a device; itself where that changes nothing."""
+    """Return the value with its tensors on a device; the value itself if that is the CPU."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value) if device.type != "cpu" else value
 
 
 def to_host(value: Any, device: torch.device) -> Any:
-    """A value that a stage on `device` has made, with its tensors in the host's memory."""
+    """Return the value, which a stage on `device` has made, with its tensors in the host's memory."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), value) if device.type != "cpu" else value
 
 
 def copied_on(value: Any, device: torch.device) -> Any:
-    """What a stage of the same process would receive: the same tensors in memory of their own."""
+    """Return what a stage of the same process would receive: the same tensors in memory of their own."""
     if device.type == "cpu":
         return copied(value)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
@@ -86,7 +88,10 @@ def copied_on(value: Any, device: torch.device) -> Any:
 
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
-    """In the body torch computes with so many threads, as a stage does: with others, kernels sum in another order."""
+    """Let torch compute with so many threads in the body, as a stage does.
+
+    With another number, kernels sum in another order.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -97,21 +102,21 @@ def computing_with(threads: int) -> Iterator[None]:
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = ("fp32", *_DTYPES)
-_NO_CAST = nullcontext()  # made once, because each call of a layer asks for it
+_NO_CAST = nullcontext()  # made once, because each call of a layer uses it
 
 
 def check_precision(precision: Any) -> None:
-    """Refuse unknown names.
+    """Refuse unknown names of a precision.
 
     Raises:
-        PipelineError: names those that exist.
+        PipelineError: the error lists the known ones.
     """
     if precision not in PRECISIONS:
         raise PipelineError(f"precision={precision!r}: known are {', '.join(PRECISIONS)}")
 
 
 def autocast(precision: str, device_type: str = "cpu") -> AbstractContextManager[Any]:
-    """torch's, around layers and loss. Without its cache, which would outlive a stage's share of the loop."""
+    """Return torch.autocast for layers and loss, without its cache, which would outlive a stage's share of the loop."""
     if precision == "fp32":
         return _NO_CAST
     return torch.autocast(device_type, _DTYPES[precision], cache_enabled=False)

@@ -1,4 +1,11 @@
-"""DOC"""
+"""Undo what forwards write to buffers and parameters: failed steps and evaluations leave both as they were.
+
+Buffers are copied before each operation. Of an Embedding with max_norm, which shortens rows of its table in its
+forward, the rows that it is about to shorten are copied: few, once it has seen them. Any other layer may write to
+parameters too, which shows only when it has run. So parameters of modules that are not torch's own are copied in the
+first operation, and later only those that were seen to change. A parameter that changes without a copy cannot be
+restored; then nothing runs before weights are loaded.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +21,17 @@ from lp_pipe.training.device import CPU
 
 
 def are_users(modules: Iterable[nn.Module]) -> set[int]:
-    """The ids of parameters that belong to modules which are not torch's own."""
+    """Return the ids of the parameters of modules that are not torch's own."""
     users = [module for module in modules if type(module).__module__.partition(".")[0] != "torch"]
     return {id(parameter) for module in users for parameter in module.parameters(recurse=False)}
 
 
 class ForwardWrites:
-    """Of some modules, whose parameters have the names that users see. with_buffers: they, and a loss that has some."""
+    """A record of what forwards write to the buffers and parameters of some modules.
+
+    named_parameters: under the names that users see.
+    with_buffers: the modules with buffers, and a loss that has some.
+    """
 
     def __init__(
         self,
@@ -30,20 +41,21 @@ class ForwardWrites:
     ) -> None:
         self._with_buffers = list(with_buffers)
         self._tag = 0
-        self.buffers_before = BufferSnapshot(())  # of the operation with this tag
+        self.buffers_before = BufferSnapshot(())  # before the operation self._tag
         self._rows = ShortenedRows(modules)
         tables = {id(module.weight) for module in modules if has_short_rows(module)}
         self._named = [(name, parameter) for name, parameter in named_parameters if id(parameter) not in tables]
         own = are_users(modules)
         suspects = frozenset(place for place, (_, parameter) in enumerate(self._named) if id(parameter) in own)
-        self._suspects = {True: suspects, False: suspects}  # by whether it trains; nobody is after the first operation
+        # by whether the operation trains; empty after the first operation
+        self._suspects = {True: suspects, False: suspects}
         self._written: frozenset[int] = frozenset()
         self._versions: list[int] | None = None
         self._copies: dict[int, Tensor] = {}
         self._lost: str | None = None
 
     def begin(self, tag: int, *, trains: bool) -> None:
-        """The forwards of operation `tag` are about to run.
+        """Copy what the forwards of operation `tag` may write to; called before they run.
 
         Raises:
             PipelineError: as `check`.
@@ -53,25 +65,25 @@ class ForwardWrites:
         self._tag, self.buffers_before = tag, BufferSnapshot(self._with_buffers)
         self._versions = self._now()
         self._copies = {place: self._named[place][1].detach().clone() for place in self._written}
-        for place in self._suspects[trains] - self._written:  # many, perhaps: a GPU has no room for all of them twice
+        for place in self._suspects[trains] - self._written:  # on the host: a GPU may have no room for two of each
             self._copies[place] = self._named[place][1].detach().to(CPU, copy=True)
 
     def end(self, *, trains: bool) -> None:
-        """They have run; `forget` or `undo` comes later."""
+        """Note what the forwards have written; `forget` or `undo` follows."""
         self._suspects[trains] = frozenset()
         self._written |= self._changed()
         self._copies = {place: copy for place, copy in self._copies.items() if place in self._written}
 
     def forget(self) -> None:
-        """What was changed in parameters stays so."""
+        """Keep what was written to parameters."""
         self._rows.forget()
         self._versions = None
         self._copies.clear()
 
     def undo(self, tag: int) -> None:
-        """Put back what was there before operation `tag`; nobody who has saved some of it for a backward notices.
+        """Restore the values before operation `tag`, in place and without new versions.
 
-        It may have failed before it began here: what the one before it has written to buffers stays.
+        If the operation failed before it began here, buffers keep what the operation before it has written.
         """
         if tag == self._tag:
             self.buffers_before.restore()
@@ -88,7 +100,7 @@ class ForwardWrites:
 
     @contextmanager
     def undone(self, tag: int) -> Iterator[None]:
-        """Evaluation `tag` is the body, after which all is as before it.
+        """Run evaluation `tag` in the body, and restore everything after it.
 
         Raises:
             PipelineError: as `check`.
@@ -102,26 +114,27 @@ class ForwardWrites:
         self.check()
 
     def check(self) -> None:
-        """Before the weights are used.
+        """Refuse to use the weights if one was changed and could not be restored.
 
         Raises:
-            PipelineError: one was changed, and could not be put back.
+            PipelineError: the error names the parameter.
         """
         if self._lost is not None:
             raise PipelineError(
-                f"a forward writes to parameter {self._lost!r}, and has changed it in an evaluation or in a step that "
-                "has failed: load() or load_state_dict() to go on, which will not happen again with this parameter"
+                f"a forward writes to parameter {self._lost!r} and has changed it in an evaluation or in a step that "
+                "has failed, and there was no copy to restore: call load() or load_state_dict() to go on; from now on "
+                "this parameter is copied"
             )
 
     def are_loaded(self) -> None:
-        """All parameters were set."""
+        """Note that all parameters were set."""
         self._lost = None
 
     def _now(self) -> list[int]:
         return versions_of(parameter for _, parameter in self._named)
 
     def _changed(self) -> set[int]:
-        """Where something has changed since `begin`; what is written to .data shows in a copy alone."""
+        """Return the positions of parameters that have changed since `begin`; a write to .data shows only by a copy."""
         if self._versions is None:
             return set()
         versions = zip(self._versions, self._now(), strict=True)
@@ -133,24 +146,24 @@ class ForwardWrites:
         }
 
 
-_ROUNDING = 1e-3  # torch's kernel may find a row too long whose norm comes out a bit smaller here
+_ROUNDING = 1e-3  # torch's kernel may find a row too long that is a bit shorter by this computation
 
 
 class ShortenedRows:
-    """Of some modules, whose forwards from now on are watched."""
+    """The rows that forwards of tables with max_norm shorten, from now on."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._before: list[tuple[Tensor, Tensor, Tensor]] = []  # a table, indices of rows, and what these held
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []  # (table, row indices, old rows)
         for module in modules:
             if has_short_rows(module):
                 module.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def forget(self) -> None:
-        """What was changed stays so."""
+        """Keep the shortened rows."""
         self._before.clear()
 
     def undo(self) -> None:
-        """Put back what the rows held; nobody who has saved a table for a backward notices."""
+        """Restore the rows, without a new version: a table that autograd has saved stays valid."""
         for table, indices, rows in reversed(self._before):
             table.data.index_copy_(0, indices, rows)
         self.forget()
@@ -158,7 +171,7 @@ class ShortenedRows:
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         looked_up, table = args[0] if args else kwargs.get("input"), module.weight
         if not isinstance(looked_up, Tensor) or not isinstance(table, Tensor):
-            return  # torch says what is wrong with that
+            return  # torch raises the error
         with torch.no_grad():
             indices = looked_up.unique().long()
             rows = table.detach()[indices]
@@ -168,12 +181,15 @@ class ShortenedRows:
 
 
 def has_short_rows(module: nn.Module) -> bool:
-    """Whether it is one of torch's tables with max_norm."""
+    """Return whether a module is one of torch's tables with max_norm."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
 def writers(layers: Sequence[nn.Module], first_layer: int) -> set[int]:
-    """The indices of layers that use a table with max_norm: a second run would not find what the first one has used."""
+    """Return the indices of layers that use a table with max_norm.
+
+    A second run of such a layer would not find the rows that the first one has used.
+    """
     modules = [module for layer in layers for module in layer.modules() if has_short_rows(module)]
     tables = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
     return {

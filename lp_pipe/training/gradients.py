@@ -10,21 +10,28 @@ from lp_pipe.private_torch import grouped_by_dtype, norms_of_each, pytree, spars
 
 
 class GradientNorm(NamedTuple):
-    """The 2-norm of one gradient, on the host, to be sent. dtype: the gradient's; a complex one has a real norm."""
+    """The 2-norm of one gradient, in the host's memory.
+
+    dtype: the gradient's; the norm of a complex one is real.
+    """
 
     norm: Tensor
     dtype: torch.dtype
 
 
 def norms_of(gradients: Iterable[Tensor]) -> list[GradientNorm]:
-    """In their order."""
+    """Return the norm of each gradient, in the order given."""
     gradients = list(gradients)
     found = norms_of_each(gradients) if gradients else ()
     return [GradientNorm(norm.cpu(), gradient.dtype) for norm, gradient in zip(found, gradients, strict=True)]
 
 
 def total_norm(norms: Sequence[GradientNorm], device: torch.device) -> Tensor | None:
-    """Of gradients in the order of their parameters; computed on `device`, as the plain loop does, for the host."""
+    """Return the norm of all gradients from the norms of single ones, in the order of the parameters; None without any.
+
+    It has the bits of torch.nn.utils.clip_grad_norm_ in one process: it is computed on `device`, and is then in the
+    host's memory.
+    """
     if not norms:
         return None
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in _as_torch_adds(norms, device)]))
@@ -32,7 +39,7 @@ def total_norm(norms: Sequence[GradientNorm], device: torch.device) -> Tensor | 
 
 
 def _as_torch_adds(norms: Sequence[GradientNorm], device: torch.device) -> list[Tensor]:
-    """One dtype after the other, which torch orders by a hash; the sum of squares depends on the order."""
+    """Return the norms one dtype after the other, in torch's order of dtypes: the sum of squares depends on it."""
     if len({dtype for _, dtype in norms}) == 1:
         return [norm for norm, _ in norms]
     stand_ins = [torch.empty(0, dtype=dtype, device=device) for _, dtype in norms]
@@ -40,19 +47,19 @@ def _as_torch_adds(norms: Sequence[GradientNorm], device: torch.device) -> list[
 
 
 def is_finite(value: Any) -> bool:
-    """Whether no tensor of a value holds NaN or infinity."""
+    """Return whether no tensor of a value holds NaN or infinity."""
     leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
     return all(_is_finite(leaf.detach()) for leaf in leaves if isinstance(leaf, Tensor) and _may_be_infinite(leaf))
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """All numbers of a tensor that may be sparse, as the gradient of an nn.Embedding(sparse=True) is."""
+    """Return all numbers of a tensor that may be sparse, as the gradient of an nn.Embedding(sparse=True) is."""
     return sparse_values(tensor) if tensor.is_sparse else tensor
 
 
 def _is_finite(tensor: Tensor) -> bool:
     tensor = dense(tensor)
-    # A sum takes a fraction of the time; one of finite numbers may be too large for a number.
+    # A sum takes a fraction of the time. That of finite numbers may overflow, so it alone does not prove infinity.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 

@@ -1,7 +1,7 @@
 """The factor that keeps small gradients of float16 from vanishing, with the numbers of torch.amp.GradScaler.
 
-The pipeline has one: its conductor keeps it, the last stage multiplies the losses by it, and every stage divides its
-gradients. A gradient that is infinite or NaN on any stage skips the step on all.
+A pipeline has one scale: the conductor keeps it, the last stage multiplies the losses by it, and every stage divides
+    its gradients by it. A gradient that is infinite or NaN on any stage makes all stages skip the step.
 """
 
 import math
@@ -21,13 +21,17 @@ _INTERVAL = 2000
 
 @dataclass(frozen=True)
 class LossScale:
-    """factor: of the next step's losses. good_steps: since it has last changed."""
+    """The scale of the next step.
+
+    factor: what its losses are multiplied by.
+    good_steps: finished steps since the factor last changed.
+    """
 
     factor: float = 65536.0
     good_steps: int = 0
 
     def after(self, *, overflowed: bool) -> "LossScale":
-        """That of the step behind one that was done or skipped."""
+        """Return the scale after a step that was finished, or skipped because gradients overflowed."""
         if overflowed:
             return LossScale(self.factor * _BACKOFF)
         if self.good_steps + 1 < _INTERVAL:
@@ -37,14 +41,14 @@ class LossScale:
 
 
 def scaled(loss: Tensor, factor: float) -> Tensor:
-    """A loss for the backward; in float32 at least, whatever it was."""
+    """Return the loss for the backward, in float32 at least."""
     return loss * torch.tensor(factor, dtype=torch.float32, device=loss.device)
 
 
 def unscale(gradients: Sequence[Tensor], factor: float) -> bool:
-    """Divide in place; whether one of them is infinite or NaN."""
+    """Divide the gradients in place; return whether one of them is infinite or NaN."""
     overflowed = False
-    # As GradScaler: the reciprocal in double precision, one call for each kind of tensors.
+    # As in GradScaler: the reciprocal is taken in double precision, and there is one call for each kind of tensor.
     inverse = torch.tensor(factor, dtype=torch.float32, device="cpu").double().reciprocal().float()
     values = [dense(gradient) for gradient in gradients]
     for kind in {(value.device, value.dtype) for value in values}:

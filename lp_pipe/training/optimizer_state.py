@@ -1,4 +1,13 @@
-"""DOC"""
+"""Read and restore what an optimizer and an LR scheduler keep, by parameter.
+
+An optimizer that wraps another one, such as Lookahead, may have an empty `state` and return the inner one's state from
+its own state_dict(). For a class that overrides state_dict() or load_state_dict(), a checkpoint therefore contains what
+these methods return and take.
+
+A scheduler's state has lists with one entry for each parameter group. Stages differ in their groups (one per layer, for
+a learning rate that decays with depth), and so do other cuts of the same model. So each entry of such a list is saved
+with the parameters of its group.
+"""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,14 +20,14 @@ from lp_pipe.errors import PipelineError
 
 
 class OfParameter(NamedTuple):
-    """What was saved of one: its state, and the options of its group."""
+    """The saved state of one parameter, and the options of its group."""
 
     state: dict[str, Any]
     options: dict[str, Any]
 
 
 def says_it_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class has a state_dict or load_state_dict of its own."""
+    """Return whether the optimizer's class overrides state_dict() or load_state_dict()."""
     kind, usual = type(optimizer), torch.optim.Optimizer
     return any(
         getattr(kind, name, getattr(usual, name)) is not getattr(usual, name)
@@ -27,15 +36,18 @@ def says_it_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, dict[str, Any]]:
-    """By parameter; not copied."""
+    """Return the optimizer's state by parameter, without copying it."""
     if not says_it_itself(optimizer):
-        return optimizer.state  # the other way takes as long as copying many small parameters
+        return optimizer.state  # packing it would take as long as copying many small parameters
     packed = optimizer.state_dict()
     return {parameter: packed["state"].get(index, {}) for _, index, parameter in _places(optimizer, packed)}
 
 
 def keys_beside(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Under which its state has something for all parameters together, such as a count of steps; torch saves these."""
+    """Return the keys of state that belongs to no single parameter, such as a count of steps.
+
+    torch's state_dict() contains these entries too.
+    """
     if not says_it_itself(optimizer):
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [key for key, values in optimizer.state.items() if values and id(key) not in own]
@@ -45,7 +57,7 @@ def keys_beside(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def restore(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, OfParameter]) -> None:
-    """Parameters that were not saved keep what they have."""
+    """Give the optimizer the saved state and options; parameters that are not in `saved` keep theirs."""
     if says_it_itself(optimizer):
         _load(optimizer, saved)
         return
@@ -66,55 +78,58 @@ def _load(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, OfParameter])
 
 
 def _places(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Any, Tensor]]:
-    """Each parameter with its group and its number in the state_dict."""
+    """Yield each parameter with its group and its number in the state_dict."""
     for group, own in zip(packed["param_groups"], optimizer.param_groups, strict=True):
         for index, parameter in zip(group["params"], own["params"], strict=True):
             yield group, index, parameter
 
 
 _ONE_STATE = (
-    "let it be a torch.optim.Optimizer that shares its groups and its state with those that it is made of "
+    "make it a torch.optim.Optimizer that shares its groups and its state with the optimizers that it wraps "
     "(docs/pipeline.md, Optimizers)"
 )
 
 
 def refuse_hidden_state(optimizer: torch.optim.Optimizer) -> None:
-    """What its class adds to its state_dict(), or keeps in optimizers of its own, would not go to other stages.
+    """Refuse an optimizer with state that a checkpoint would lose.
+
+    Only what belongs to a parameter reaches the stages of another cut: entries that a class adds to its state_dict(),
+    or keeps in inner optimizers, do not.
 
     Raises:
-        PipelineError: there is such a thing; says where else it could be.
+        PipelineError: the optimizer has such state; the error says where to keep it instead.
     """
     kind = type(optimizer).__name__
     if says_it_itself(optimizer):
         packed: Any = optimizer.state_dict()
         if not isinstance(packed, Mapping) or not {"state", "param_groups"} <= packed.keys():
             raise PipelineError(
-                f"{kind}.state_dict() is not as torch's are, a dict of 'state' and 'param_groups', by which a "
-                f"checkpoint could tell what belongs to which parameter: {_ONE_STATE}"
+                f"{kind}.state_dict() is no dict of 'state' and 'param_groups', as torch's is, so a checkpoint could "
+                f"not tell what belongs to which parameter: {_ONE_STATE}"
             )
         hidden = sorted({*packed} - {"state", "param_groups"})
         if hidden:
             raise PipelineError(
-                f"{kind}.state_dict() has {', '.join(map(repr, hidden))}, which a checkpoint of a pipeline would lose: "
-                "for any number of stages it keeps what belongs to a parameter, so put it into "
-                "self.state[parameter], or into the options of the groups"
+                f"{kind}.state_dict() has {', '.join(map(repr, hidden))}, which a checkpoint of a pipeline would "
+                "lose: it keeps only what belongs to a parameter, so that any number of stages can load it. Put this "
+                "into self.state[parameter] or into the options of the groups"
             )
     elif not hasattr(optimizer, "state"):
         raise PipelineError(
-            f"{kind} has neither a state_dict() nor a state, so nothing could be saved of it: {_ONE_STATE}"
+            f"{kind} has neither a state_dict() nor a state, so a checkpoint could not save it: {_ONE_STATE}"
         )
     if beside := sorted(map(str, keys_beside(optimizer))):
         raise PipelineError(
-            f"{kind}.state has {', '.join(map(repr, beside))}, which is no parameter of its groups, so that a "
-            "checkpoint of a pipeline would lose what is there: for any number of stages it keeps what belongs to a "
-            "parameter, so put it into self.state[parameter], or into the options of the groups"
+            f"{kind}.state has {', '.join(map(repr, beside))}, which is no parameter of its groups and which a "
+            "checkpoint of a pipeline would lose: it keeps only what belongs to a parameter, so that any number of "
+            "stages can load it. Put this into self.state[parameter] or into the options of the groups"
         )
     own = state_of(optimizer)
     _refuse_shared_state(kind, own.values())
     for inner in _inner_optimizers(optimizer):
         if any(values.keys() - own.get(parameter, {}).keys() for parameter, values in inner.state.items()):
             raise PipelineError(
-                f"{kind} is made of others, {type(inner).__name__} among them, whose state is not in its own, so that "
+                f"{kind} wraps other optimizers, {type(inner).__name__} among them, whose state is not in its own, so "
                 f"a checkpoint would lose it: {_ONE_STATE}"
             )
 
@@ -126,8 +141,9 @@ def _refuse_shared_state(kind: str, states: Iterable[Mapping[Any, Any]]) -> None
         shared = [key for key, value in tensors.items() if id(value) in seen]
         if shared:
             raise PipelineError(
-                f"{kind} keeps one tensor as {shared[0]!r} of several parameters, of which each would have one of its "
-                "own after a checkpoint: give each parameter its own, or put it into the options of the groups"
+                f"{kind} keeps one tensor as {shared[0]!r} of several parameters, and each of them would have a "
+                "tensor of its own after a checkpoint: give each parameter its own, or put it into the options of the "
+                "groups"
             )
         seen |= {id(value) for value in tensors.values()}
 
@@ -144,21 +160,23 @@ def _inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opti
     return [inner for inner in found if isinstance(inner, torch.optim.Optimizer)]
 
 
-_NAMES = ("lrs", "_last_lr", "lr_lambdas", "momentums")  # torch's all end so; a user's own: peak_lrs, warmup_lrs
+# the ends of torch's names; also of names that users choose: peak_lrs, warmup_lrs
+_NAMES = ("lrs", "_last_lr", "lr_lambdas", "momentums")
 Path = tuple[str | int, ...]
 
 
 def values_of_group(state: Mapping[str, Any], groups: int, group: int) -> dict[Path, Any]:
-    """What a scheduler's state says of one group, by the way to the list."""
+    """Return what a scheduler's state says of one group: {path of the list: entry}."""
     return {path: found[group] for path, found in _lists(state, ()) if len(found) == groups}
 
 
 def with_group_values(
     saved: Mapping[str, Any], own: Mapping[str, Any], values: Sequence[Mapping[Path, Any] | None]
 ) -> dict[str, Any]:
-    """A saved state for a scheduler whose own state is `own`; what nobody has saved of a group stays as it is.
+    """Return the saved state with the lists that a scheduler with the state `own` needs.
 
-    values: what was saved of each of its groups; None for one without parameters.
+    values: what was saved for each of its groups; None for a group without parameters. Entries that were not saved keep
+        the value in `own`.
     """
     state = copy.deepcopy(dict(saved))
     for path, found in _lists(own, ()):
@@ -186,5 +204,5 @@ def _put(state: Any, path: Path, value: list[Any]) -> None:
         for step in way:
             state = state[step]
     except (KeyError, IndexError, TypeError):
-        return  # of another kind of scheduler, about which its load_state_dict decides
+        return  # another kind of scheduler: its load_state_dict decides
     state[last] = value

@@ -1,4 +1,8 @@
-"""DOC"""
+"""Compare a checkpoint with the optimizer, the scheduler and the parameters that are to continue from it.
+
+A checkpoint keeps a group's options with each of its parameters, so that any cut of the model finds them. If the groups
+were others, options would be applied to the wrong parameters.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,10 +13,10 @@ from torch import Tensor
 from lp_pipe.errors import PipelineError
 from lp_pipe.private_torch import schedulers_in
 
-# torch's schedulers keep these among an optimizer's own.
+# torch's schedulers store these options in the optimizer's groups.
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
 WEIGHTS_ALONE = (
-    "to begin anew with its weights, write them to a file by `lp_pipe checkpoint export`, and give what "
+    "to start again with its weights alone, write them to a file with `lp_pipe checkpoint export`, and pass what "
     "safetensors.torch.load_file reads to load_state_dict()"
 )
 
@@ -20,13 +24,17 @@ WEIGHTS_ALONE = (
 def refuse_other_optimizer(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], saved: Mapping[str, Any], kind: str | None = None
 ) -> None:
-    """saved: the options that the group's parameters have in the checkpoint. kind: the class of the optimizer there.
+    """Refuse to continue with an optimizer of another class than the checkpoint's.
 
-    By the name of the class: Adam's options and state are AdamW's, too. None: written before that was kept. Then by the
-    options: another version of torch may have more or fewer; only another optimizer has some more and some fewer.
+    Classes are compared by name, since Adam's options and state are also AdamW's. If the checkpoint does not name the
+    class (`kind` is None, older versions), options are compared: another version of torch may have more or fewer of
+    them, and only another optimizer has both more and fewer.
+
+    group: a parameter group of the optimizer.
+    saved: the options of the group's parameters in the checkpoint.
 
     Raises:
-        PipelineError: names what differs, and says how to take the weights alone.
+        PipelineError: the error names the difference, and says how to take the weights alone.
     """
     own = type(optimizer).__name__
     if kind is not None and kind != own:
@@ -38,24 +46,26 @@ def refuse_other_optimizer(
     unknown = sorted({*saved} - {*group} - _OF_SCHEDULERS)
     if saved and lacking and unknown:
         raise PipelineError(
-            f"the checkpoint is of another optimizer than {own}: its options have "
-            f"{', '.join(unknown)}, and not {', '.join(lacking)}; {WEIGHTS_ALONE}"
+            f"the checkpoint is of another optimizer than {own}: its options have {', '.join(unknown)}, and not "
+            f"{', '.join(lacking)}; {WEIGHTS_ALONE}"
         )
 
 
 def kind_of(scheduler: Any) -> str:
-    """Its class, and those of the schedulers that it consists of: "SequentialLR of LinearLR and ExponentialLR"."""
+    """Return the scheduler's class and those of the schedulers in it: "SequentialLR of LinearLR and ExponentialLR"."""
     inner = schedulers_in(scheduler)
     return type(scheduler).__name__ + (f" of {' and '.join(map(_inner_kind, inner))}" if inner else "")
 
 
 def refuse_other_scheduler(scheduler: Any, saved: str | None) -> None:
-    """saved: `kind_of` the checkpoint's; None: it has none, or was written before kinds were kept.
+    """Refuse to continue with a scheduler of another class than the checkpoint's.
 
-    By the names of classes alone: the states of some have the same entries (LambdaLR, MultiplicativeLR).
+    Only class names are compared: some states have the same entries (LambdaLR, MultiplicativeLR).
+
+    saved: `kind_of` the checkpoint's scheduler; None if it has none or if an older version wrote the checkpoint.
 
     Raises:
-        PipelineError: names both, and says how to take the weights alone.
+        PipelineError: the error names both, and says how to take the weights alone.
     """
     own = kind_of(scheduler)
     if saved is not None and saved != own:
@@ -71,7 +81,7 @@ def _inner_kind(scheduler: Any) -> str:
 
 
 class GroupMember(NamedTuple):
-    """A parameter, the options of its group, and what tells that group from others."""
+    """A parameter, the options of its group, and a value that differs between groups."""
 
     name: str
     options: Mapping[str, Any]
@@ -79,12 +89,12 @@ class GroupMember(NamedTuple):
 
 
 def refuse_other_groups(own: Iterable[GroupMember], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """saved: by name, what the checkpoint has of a parameter; older ones do not have its "group".
+    """Refuse to continue if parameter groups were joined or divided; groups with equal options may be.
 
-    Groups whose options are the same may be cut in any way.
+    saved: by parameter name, the entries of the checkpoint; those of older versions have no "group".
 
     Raises:
-        PipelineError: groups were joined or divided; names two parameters and the option in which they differ.
+        PipelineError: the error names two parameters and the option in which they differ.
     """
     pairs = [
         (member, GroupMember(member.name, saved[member.name]["options"], saved[member.name]["group"][1]))
@@ -97,7 +107,7 @@ def refuse_other_groups(own: Iterable[GroupMember], saved: Mapping[str, Mapping[
 
 
 def _refuse_joined(joined: Sequence[GroupMember], apart: Sequence[GroupMember], there: str, here: str) -> None:
-    """Members of one group of `joined`, of which each has its place in `apart`, have different options there."""
+    """Refuse groups of `joined` whose members have different options in `apart`; both list the same parameters."""
     groups: dict[Any, list[GroupMember]] = {}
     for one, other in zip(joined, apart, strict=True):
         groups.setdefault(one.group, []).append(other)
@@ -118,23 +128,25 @@ def _refuse_unequal(first: GroupMember, other: GroupMember, there: str, here: st
 
 
 def is_same(one: Any, another: Any) -> bool:
-    """Return whether two options of an optimizer are equal; True where that cannot be told."""
+    """Return whether two options of an optimizer are equal; True if they cannot be compared."""
     if isinstance(one, Tensor) and isinstance(another, Tensor):
         return torch.equal(one, another)
     try:
         return bool(one == another)
-    except Exception:  # a user's own, or an array: nobody can say
+    except Exception:  # a user's class, or an array, may not be comparable
         return True
 
 
 def refuse_other_dtypes(parameters: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """An optimizer's state has the dtype of its parameter; weights alone are converted by load_state_dict().
+    """Refuse to continue if a parameter had another dtype: the optimizer's state has the dtype of its parameter.
+
+    load_state_dict() converts weights, so it is the way to load the weights alone.
 
     Raises:
-        PipelineError: names a parameter, both dtypes, and says how to take the weights alone.
+        PipelineError: the error names a parameter and both dtypes, and says how to take the weights alone.
     """
     for name, parameter in parameters.items():
-        if name in saved and saved[name].dtype != parameter.dtype:  # a hook of state_dict may save other names
+        if name in saved and saved[name].dtype != parameter.dtype:  # a hook of state_dict may save under other names
             raise PipelineError(
                 f"the checkpoint is of a model of another dtype: {name} is {saved[name].dtype} there and "
                 f"{parameter.dtype} here; {WEIGHTS_ALONE}"

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what is computed, never on which process computes it."""
+"""Random numbers that depend on what is computed, and not on the process that computes it."""
 
 import contextlib
 import hashlib
@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-# torch's default generator belongs to the process: two stages in threads would draw from each other's stream.
+# torch's default generator belongs to the process: two stages that are threads would draw from one stream.
 _generator_lock = threading.RLock()
 
 _STEP = struct.Struct("<4q")
 
 
 class _Inside(threading.local):
-    microbatch: int | None = None  # that of the step_rng body in which this thread is
+    microbatch: int | None = None  # of the step_rng body that this thread is in
 
 
 _inside = _Inside()
@@ -26,7 +26,7 @@ _inside = _Inside()
 
 @contextmanager
 def layer_rng(seed: int, index: int) -> Iterator[None]:
-    """Draw the initial weights of layer `index` in the body; afterwards torch's generator is as it was before."""
+    """Draw the initial weights of layer `index` in the body; restores torch's generator."""
     with _SeededGenerators(b"layer" + struct.pack("<2q", seed, index)):
         yield
 
@@ -44,18 +44,19 @@ def sample_rng(number: int) -> Iterator[None]:
 
 
 def nobody_draws() -> contextlib.AbstractContextManager[Any]:
-    """In the body no thread of this process is in a `step_rng`, for what is not ready for others beside it."""
+    """Return a context in which no other thread of this process is in a `step_rng`."""
     return _generator_lock
 
 
-class step_rng:  # contextlib's way to make one costs as much as all that it does
+class step_rng:  # a class: contextlib.contextmanager would double the cost
     """Draw layer `layer`'s dropout for one micro-batch of one step in the body; restores torch's generator.
 
-    Use it in a plain loop too, around the call of each layer, to get the very masks that a pipeline draws. A loss that
-    draws counts as a layer behind the last one, an optimizer that draws (for stage worker s) as layer -1 - s, with the
-    number of the update in the step in place of a micro-batch. A backward that draws does so as its stage's first layer
+    Use it in a plain loop too, around the call of each layer, to draw the same masks as a pipeline. A loss that draws
+    counts as a layer behind the last one. An optimizer that draws (for stage worker s) counts as layer -1 - s, with the
+    number of the update in the step in place of a micro-batch. A backward that draws counts as its stage's first layer
     in micro-batch -1 - j (on a CPU).
-    Stages that are threads take turns in such bodies.
+
+    Stages that are threads of one process enter such bodies one at a time.
     """
 
     __slots__ = ("_microbatch", "_outer", "_seeded")
@@ -77,29 +78,38 @@ class step_rng:  # contextlib's way to make one costs as much as all that it doe
 
 
 def optimizer_place(stage: int) -> int:
-    """In the place of a layer in `step_rng`, for an optimizer that draws; of the worker whose first stage it is."""
+    """Return the number that stands for a layer in `step_rng` while an optimizer draws.
+
+    stage: the first stage of the optimizer's worker.
+    """
     return -1 - stage
 
 
 def change_place(first_layer: int) -> int:
-    """In the place of a micro-batch in `step_rng`, for a function that `apply` calls; of a worker's first layer."""
+    """Return the number that stands for a micro-batch in `step_rng` while a function of `apply` draws.
+
+    first_layer: the first layer of the worker.
+    """
     return -(1 << 20) - first_layer
 
 
 def backward_place(microbatch: int) -> int:
-    """In the place of a micro-batch in `step_rng`, for a backward that draws; the layer is its stage's first one."""
+    """Return the number that stands for a micro-batch in `step_rng` while a backward draws.
+
+    The layer is then the first one of the backward's stage.
+    """
     return -1 - microbatch
 
 
 def current_microbatch() -> int:
-    """The micro-batch of the `step_rng` body that this thread is in."""
+    """Return the micro-batch of the `step_rng` body that this thread is in."""
     microbatch = _inside.microbatch
     assert microbatch is not None, "only layers ask, and they are called in such a body"
     return microbatch
 
 
 class _SeededGenerators:
-    """In the body torch's generators begin where the hash of `purpose` says; afterwards they are as before."""
+    """A context in which torch's generators start from a hash of `purpose`; restores them."""
 
     __slots__ = ("_before", "_seed")
 
@@ -125,7 +135,7 @@ class _SeededGenerators:
 
 
 def _generators() -> list[torch.Generator]:
-    """torch's own that a layer may draw from here: the host's, and the current GPU's if one is in use."""
+    """Return the generators that a layer may draw from here: the host's, and the current GPU's if one is in use."""
     if not torch.cuda.is_initialized():
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]

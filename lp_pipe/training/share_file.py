@@ -1,4 +1,9 @@
-"""DOC"""
+"""The file that one worker writes of a checkpoint: entries one after the other, each as torch.save writes it.
+
+An entry that is no tensor is written only if it can be read back without running code. torch.load(weights_only=True)
+reads Python's own types and tensors. numpy's numbers are read too, because learning rates are such numbers when a
+schedule computes with numpy (`LambdaLR(optimizer, lambda step: numpy.cos(step))`).
+"""
 
 import contextlib
 import io
@@ -17,18 +22,18 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.training import tensor_archive
 
 EntryKey = tuple[str, ...]  # the parts of an entry's name: a parameter's own name has dots, too
-# Of an entry: a tensor's dtype and shape; None: anything else. Plain tuples, which are quickly sent.
+# A tensor's dtype and shape; None for any other entry. Plain tuples, which are quick to send.
 Description = tuple[torch.dtype, tuple[int, ...]] | None
 Described = dict[EntryKey, Description]
 _NAME = "{version}-worker-{worker}_0.distcp"
-# So large that the file is seldom written to: each time, this thread and the step that is being trained swap the GIL.
+# So large that the file is seldom written to: each write swaps the GIL with the step that is being trained.
 _BUFFER_BYTES = 1 << 20
 
 
 class Written(NamedTuple):
-    """A file in the checkpoint's folder, and where in it each entry is: its first byte, and how many.
+    """A file in the checkpoint's folder, and the place of each entry in it: its first byte and its length.
 
-    writer: "stages/1 on HOST".
+    writer: the node and its host, "stages/1 on HOST".
     """
 
     writer: str
@@ -37,22 +42,24 @@ class Written(NamedTuple):
 
 
 def is_share(path: Path) -> bool:
-    """Whether a worker wrote it."""
+    """Return whether a stage worker wrote the file."""
     return path.match(_NAME.format(version="step-*", worker="*"))
 
 
 def remove_shares(folder: Path, version: str) -> None:
-    """What workers have written of a checkpoint that has failed: a full disk has its room back."""
+    """Delete the files that workers have written of a failed checkpoint, so that a full disk has room again."""
     for path in folder.glob(_NAME.format(version=version, worker="*")):
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 class Share:
-    """Some entries. copy: else the tensors must not change until they are written.
+    """A set of entries to be written.
+
+    copy: copy the tensors; without it they must not change until they are written.
 
     Raises:
-        PipelineError: torch Distributed Checkpoint has no place for one of them, or it could not be read back.
+        PipelineError: torch Distributed Checkpoint cannot hold an entry, or it could not be read back.
     """
 
     def __init__(self, entries: Mapping[EntryKey, Any], *, copy: bool) -> None:
@@ -65,18 +72,18 @@ class Share:
                 self.add(key, value)
 
     def add(self, key: EntryKey, value: Any) -> None:
-        """One more, which is no tensor: it is pickled at once."""
+        """Add an entry that is no tensor; it is pickled at once."""
         self._entries[key] = dumped(key, value)
 
     def describe(self) -> Described:
-        """All of them."""
+        """Return the description of every entry."""
         return {
             key: None if isinstance(value, bytes) else (value.dtype, tuple(value.shape))
             for key, value in self._entries.items()
         }
 
     def write(self, folder: str, version: str, worker: int, writer: str, left_out: Collection[EntryKey]) -> Written:
-        """Write all but those, under a name that no checkpoint in the folder has yet, down to the disk."""
+        """Write all entries but `left_out` to the disk, under a name that no checkpoint in the folder has yet."""
         written = Written(writer, _NAME.format(version=version, worker=worker), {})
         kept = {key: value for key, value in self._entries.items() if key not in left_out}
         if not kept:
@@ -105,14 +112,15 @@ def _write(path: Path, entries: Mapping[EntryKey, Tensor | bytes]) -> dict[Entry
 
 
 def check_dense(key: EntryKey, value: Any) -> None:
-    """
+    """Refuse a tensor that torch Distributed Checkpoint and channels cannot hold.
+
     Raises:
-        PipelineError: it is a tensor for which torch Distributed Checkpoint, and a channel, has no place.
+        PipelineError: the value is a tensor of another layout than strided.
     """
     if isinstance(value, Tensor) and value.layout != torch.strided:
         raise PipelineError(
-            f"{'.'.join(key)} is a tensor of layout {value.layout}, but a checkpoint or mirror holds dense ones only: "
-            "keep it dense, or register the buffer with persistent=False"
+            f"{'.'.join(key)} is a tensor of layout {value.layout}, but a checkpoint or mirror holds dense tensors "
+            "only: keep it dense, or register the buffer with persistent=False"
         )
 
 
@@ -127,14 +135,14 @@ _NUMPY: tuple[Any, ...] = (
     np.dtype,
     *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?SU"},
 )
-_reading = threading.Lock()  # what is safe is safe in the whole process, where stages may be threads
+_reading = threading.Lock()  # torch's list of safe classes belongs to the process, and stages may be threads
 
 
 def dumped(key: EntryKey, value: Any) -> bytes:
-    """What torch.save writes of an entry.
+    """Return what torch.save writes of an entry.
 
     Raises:
-        PipelineError: it could not be read back; says what it is.
+        PipelineError: it could not be read back; the error says which part.
     """
     foreign = _first_foreign(value, "", set())
     if foreign is None:
@@ -142,21 +150,21 @@ def dumped(key: EntryKey, value: Any) -> bytes:
     try:
         saved = _saved(value)
         loaded(io.BytesIO(saved))
-    except Exception as error:  # objects may raise anything
+    except Exception as error:  # the user's objects may raise anything
         where, what = foreign
         raise PipelineError(
             f"{'.'.join(key)}{where} is a {type(what).__name__}, which cannot be read back from a checkpoint: keep "
-            "numbers, strings, tensors, and lists and dicts of these, or let state_dict() and load_state_dict() make "
-            "them of it"
+            "numbers, strings, tensors, and lists and dicts of these, or convert it in state_dict() and "
+            "load_state_dict()"
         ) from error
     return saved
 
 
 def loaded(file: BinaryIO) -> Any:
-    """Undo `dumped`.
+    """Read what `dumped` has returned.
 
     Raises:
-        Exception: it holds something else than data, or is damaged.
+        Exception: the file holds something else than data, or is damaged.
     """
     with _reading:
         known = set(torch.serialization.get_safe_globals())
@@ -171,7 +179,7 @@ def _saved(value: Any) -> bytes:
 
 
 def _first_foreign(value: Any, where: str, seen: set[int]) -> tuple[str, Any] | None:
-    """What is none of the types that are known to be read back, and where it is in the entry."""
+    """Return the first part whose type is not known to be readable, and its place in the entry."""
     kind = type(value)
     if kind in _LEAVES or id(value) in seen:
         return None

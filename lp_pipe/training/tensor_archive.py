@@ -1,12 +1,12 @@
 """torch.save for many small tensors, ten times as fast.
 
-torch.save makes a zip archive of seven files, one of which has the elements; a call takes 0.1 ms, most of it in Python,
-which stops the step that is being trained. All but the elements and their checksum is the same for every tensor of a
-dtype and shape, so torch.save writes one of each kind, and the others are made from it:
+torch.save makes a zip archive of seven files, one of which holds the elements. A call takes 0.1 ms, most of it in
+Python, and delays the step that is being trained. Everything but the elements and their checksum is equal for all
+tensors of a dtype and shape. So torch.save writes one tensor of each kind, and the others are made from its bytes:
 
     head | elements | … checksum … checksum …
 
-What differs from torch.save's own bytes is the archive's serialization id, a hash of checksums that is there for logs.
+Only the archive's serialization id differs from torch.save's own bytes: a hash of checksums that is used for logs.
 """
 
 import functools
@@ -18,20 +18,23 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_SMALL_BYTES = 1 << 22  # for larger ones 0.1 ms is little, and one of each kind is much
+_SMALL_BYTES = 1 << 22  # for larger ones 0.1 ms is little, and an example of each kind is large
 _ELEMENTS = "archive/data/0"
-_FIXED_BYTES = 30  # of what stands before a file in a zip archive; its name and extra field follow
+_FIXED_BYTES = 30  # of the header before a file in a zip archive; its name and extra field follow
 
 
 class _Archive(NamedTuple):
-    """What torch.save writes around the elements. ends: the pieces between which their checksum stands."""
+    """The bytes that torch.save writes around the elements.
+
+    ends: the pieces between which the checksum of the elements stands.
+    """
 
     head: bytes
     ends: tuple[bytes, ...]
 
 
 def save(tensor: Tensor, file: BinaryIO) -> None:
-    """What torch.save(tensor, file) would write of a dense copy on the host; that it required gradients is left out."""
+    """Write what torch.save(tensor, file) would write of a dense copy on the host that requires no gradient."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_quantized:
         torch.save(tensor.detach(), file)
         return
@@ -47,7 +50,7 @@ def save(tensor: Tensor, file: BinaryIO) -> None:
 
 
 def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensor; of a sparse one its indices and values, which say the same."""
+    """Return the tensor; for a sparse one its indices and values."""
     if tensor.layout is torch.strided:
         return (tensor,)
     sparse = tensor.to_sparse_coo().coalesce()
@@ -55,15 +58,18 @@ def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def elements_of(dense: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
-    # Not reshape(-1): one element may have any stride and counts as contiguous, but has no bytes to view then.
+    """Return the memory of a contiguous tensor on the host."""
+    # Not reshape(-1): a tensor of one element counts as contiguous with any stride, but then has no view as bytes.
     flat = dense.as_strided((dense.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 
 @functools.lru_cache(maxsize=1024)
 def _archive(dtype: torch.dtype, shape: torch.Size) -> _Archive | None:
-    """None where it is not as expected: torch can be told to write other checksums."""
+    """Return the archive for a dtype and shape.
+
+    None if torch writes another one: it can be told to use other checksums.
+    """
     example = torch.empty(shape, dtype=dtype, device="cpu")
     elements = elements_of(example)
     elements[:] = bytes([1]) * len(elements)

@@ -1,4 +1,4 @@
-"""Counts the bytes that wait for the backwards: saved by autograd, or kept by a backward in two parts."""
+"""Count the bytes that wait for backwards: tensors saved by autograd, or kept by a backward in two parts."""
 
 import threading
 from collections import Counter
@@ -16,15 +16,19 @@ _thread = threading.local()
 
 
 def current_meter() -> "ActivationMeter | None":
-    """The one that counts in this thread."""
+    """Return the meter that counts in this thread."""
     return getattr(_thread, "meter", None)
 
 
 class ActivationMeter:
-    """Memory that several saved tensors share counts once; that of parameters, buffers and batches never.
+    """A counter of the memory of saved tensors.
 
-    bytes: held now. peak_bytes: the most at a time. stash_bytes: the most that one forward has left to be held.
-    deferred_bytes: the most that one backward for inputs has added to that until its W; below 0 where it frees more.
+    Memory that several saved tensors share counts once; that of parameters, buffers and batches does not count.
+
+    bytes: now.
+    peak_bytes: the largest value of `bytes`.
+    stash_bytes: the most that one forward has added.
+    deferred_bytes: the most that one backward for inputs has added until its W; below 0 if it frees more than it adds.
     """
 
     def __init__(self) -> None:
@@ -36,12 +40,15 @@ class ActivationMeter:
         self._holders: Counter[int] = Counter()
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """From now on these, and no others, do not count: they are in memory, saved or not."""
+        """Do not count these tensors from now on, and count all others.
+
+        They are in memory whether autograd saves them or not.
+        """
         self._uncounted = {memory_of(tensor)[0] for tensor in tensors}
 
     @contextmanager
     def counting(self) -> Iterator[Self]:
-        """Count in this thread."""
+        """Count the tensors that autograd saves in this thread in the body."""
         _thread.meter = self
         try:
             with saved_tensors_hooks(self.hold, _tensor_of):
@@ -51,34 +58,34 @@ class ActivationMeter:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """One forward runs in the body."""
+        """Measure the forward that runs in the body."""
         before = self.bytes
         yield
         self.stash_bytes = max(self.stash_bytes, self.bytes - before)
 
     @property
     def deferred_bytes(self) -> int:
-        """0 where no backward was split."""
+        """The most that a backward for inputs has added until its W; 0 if no backward was split."""
         return self._deferred or 0
 
     @contextmanager
     def backward_for_inputs(self) -> Iterator[None]:
-        """One runs in the body."""
+        """Measure the backward for inputs that runs in the body."""
         before = self.bytes
         yield
         added = self.bytes - before
         self._deferred = added if self._deferred is None else max(self._deferred, added)
 
     def hold(self, tensor: Tensor) -> "CountedTensor":
-        """Count a tensor as long as the result lives."""
+        """Count a tensor as long as the returned object lives."""
         return CountedTensor(self, tensor)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor's memory counts now."""
+        """Return whether the tensor's memory counts now."""
         return memory_of(tensor)[0] in self._holders
 
     def add(self, tensor: Tensor) -> int:
-        """Another holder of the tensor's memory; returns its address."""
+        """Add a holder of the tensor's memory; return the memory's address."""
         address, size = memory_of(tensor)
         if address not in self._uncounted:
             self._holders[address] += 1
@@ -88,7 +95,7 @@ class ActivationMeter:
         return address
 
     def remove(self, address: int, size: int) -> None:
-        """One holder less."""
+        """Remove a holder of the memory."""
         if self._holders[address] == 1:
             self.bytes -= size
             del self._holders[address]
@@ -97,10 +104,10 @@ class ActivationMeter:
 
 
 class CountedTensor:
-    """In the graph in the place of a saved tensor; dies with the graph's need for it."""
+    """The object that the graph has in place of a saved tensor; it dies when the graph no longer needs the tensor."""
 
     def __init__(self, meter: ActivationMeter, tensor: Tensor) -> None:
-        # Detached: a node that saves its own result would hold itself for ever.
+        # Detached: a node that saves its own result would keep itself alive.
         self.tensor = tensor.detach()
         self._meter = meter
         self._address = meter.add(tensor)
@@ -110,12 +117,15 @@ class CountedTensor:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """What it takes, if it has its memory for itself; of a sparse one all parts."""
+    """Return the tensor's size if it shares its memory with no other; for a sparse one, that of all its parts."""
     return tensor.nbytes if tensor.layout is torch.strided else memory_of(tensor)[1]
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Where the tensor's memory begins, and its bytes; of a sparse one where its values are, and those of all parts."""
+    """Return the address of the tensor's memory, and its bytes.
+
+    For a sparse tensor: the address of its values, and the bytes of all its parts.
+    """
     storages = [part.untyped_storage() for part in _parts(tensor)]
     return storages[0].data_ptr(), sum(storage.nbytes() for storage in storages)
 
@@ -131,7 +141,7 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def held_for_later(tensors: Iterable[Tensor | None]) -> list[CountedTensor]:
-    """Count these as long as the result lives, if somebody counts in this thread."""
+    """Count these tensors as long as the result lives, if a meter counts in this thread."""
     meter = current_meter()
     return [meter.hold(tensor) for tensor in tensors if tensor is not None] if meter is not None else []
 

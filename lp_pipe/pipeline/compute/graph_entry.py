@@ -1,4 +1,4 @@
-"""Where values enter a graph that begins with them, and what becomes of their gradients."""
+"""Entry points of a stage's graph: received values become results of a node that collects their gradients."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,21 +12,22 @@ from lp_pipe.private_torch import pytree
 
 
 def entered(phony: Tensor, gradients: list[Tensor | None], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors as results of a graph that begins here; a backward puts their gradients into the list.
+    """Return the tensors as results of a graph that begins here; a backward puts their gradients into the list.
 
-    phony: a leaf that wants a gradient; it is what makes autograd come here (torchgpipe's fork and join use the same
-    means). A layer such as ReLU(inplace=True) may write to the results, as it may in one process.
+    A layer such as ReLU(inplace=True) may write to the results, as it may in one process.
+
+    phony: a leaf that requires a gradient, so that autograd reaches this node (as torchgpipe's fork and join do it).
     """
     found: tuple[Tensor, ...] = _apply(phony, gradients, *tensors)  # type: ignore[no-untyped-call]
     return found
 
 
 def enter(phony: Tensor, message: Message, gradients: list[Tensor | None]) -> Any:
-    """The message's value; those of its tensors that want a gradient have `entered`.
+    """Return the message's value; those of its tensors that require a gradient are `entered`.
 
-    gradients: where theirs will arrive; stays empty where none wants one.
+    gradients: the list that receives theirs; it stays empty if none requires one.
     """
-    if type(message.value) is Tensor:  # nearly always, and pytree takes its time
+    if type(message.value) is Tensor:  # the usual case; pytree is slow
         if not any(message.wants_gradient):
             return message.value
         (result,) = _attached(phony, [message.value], gradients)
@@ -39,12 +40,12 @@ def enter(phony: Tensor, message: Message, gradients: list[Tensor | None]) -> An
         for index, tensor in zip(wanted, results, strict=True):
             leaves[index] = tensor
         for index in itertools.compress(places, message.is_view):
-            leaves[index] = leaves[index][...]  # a view of the same memory
+            leaves[index] = leaves[index][...]  # autograd sees a view of the same memory
     return pytree.tree_unflatten(with_repeats(leaves), spec)
 
 
 def phony() -> Tensor:
-    """A leaf to enter by."""
+    """Return a leaf for `entered`."""
     with torch.inference_mode(False):
         return torch.empty(0, device="cpu", requires_grad=True)
 
@@ -55,14 +56,14 @@ def _attached(phony: Tensor, tensors: Sequence[Tensor], gradients: list[Tensor |
 
 
 class _GraphEntry(torch.autograd.Function):
-    """Its backward hands the gradients to a list instead of further down.
+    """The node whose backward stores the gradients in a list instead of passing them on.
 
     The tensors are marked as changed in place, which makes them results of this function rather than leaves.
     """
 
     @staticmethod
     def forward(ctx: Any, phony: Tensor, gradients: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        # Only the list: with the stash, whose outputs lead back to here, the graph would hold itself for ever.
+        # Only the list: the stash's outputs lead back to here, so with the stash the graph would keep itself alive.
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(*tensors)
@@ -74,5 +75,5 @@ class _GraphEntry(torch.autograd.Function):
         return (None, None, *(None for _ in gradients))
 
 
-# Function.apply first looks for functorch's transforms, in which no stage runs; that takes as long as all the rest.
+# Function.apply first looks for functorch's transforms, which no stage uses; that takes as long as all the rest.
 _apply = super(torch.autograd.Function, _GraphEntry).apply

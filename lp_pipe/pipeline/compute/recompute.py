@@ -1,15 +1,15 @@
 """Segments of a stage that keep only their inputs after a forward, and run again when a backward needs more.
 
-The graph stays the one that the first run has made; only the tensors that autograd saves in it are left out, and come
-from a second run, which happens once for each micro-batch, when the first of them is asked for:
+The graph stays the one of the first run, but without the tensors that autograd saves in it. These come from a second
+run, which happens once for each micro-batch, when the first of them is needed:
 
     forward     inputs -> [Linear -> Tanh -> Linear] -> output       saved: inputs, and a slot for each tensor
     backward    inputs -> [Linear -> Tanh -> Linear]                 each slot gets its tensor; this graph is dropped
                 the first graph's nodes take the tensors from their slots
 
-So gradients add up in the order of one process, wherever a parameter is used twice, and a backward in two parts finds
-in both what the one second run has made. The means are those of torch.utils.checkpoint (use_reentrant=False), which
-would run again for every part. Source: GPipe (Huang et al., 2019), section 2.3; Chen et al., 2016, for every k layers.
+So gradients add up in the order of one process, also where a parameter is used twice, and both parts of a split
+backward use the one second run. The means are those of torch.utils.checkpoint (use_reentrant=False), which would run
+again for every part. Source: GPipe (Huang et al., 2019), section 2.3; Chen et al., 2016, for every k layers.
 """
 
 import contextlib
@@ -29,18 +29,18 @@ from lp_pipe.pipeline.layers.skips import popped_by
 from lp_pipe.private_torch import buffers_of, is_view, negative_view, pytree, version_of, versions_of
 from lp_pipe.training.buffer_snapshot import BufferPlace, BufferSnapshot
 
-RunLayers = Callable[[Any, dict[str, Any]], Any]  # (value, popped) -> value; afterwards the dict has what was stashed
+RunLayers = Callable[[Any, dict[str, Any]], Any]  # (value, popped) -> value; stashed values are in the dict afterwards
 
 _thread = threading.local()
 
 
 def is_recomputing() -> bool:
-    """Whether the layer that asks runs for the second time."""
+    """Return whether this thread is in the second run of a segment."""
     return getattr(_thread, "recomputing", False)
 
 
 class RecomputedSegment:
-    """Consecutive layers of a stage; a pure function of their inputs, parameters and buffers under `step_rng`."""
+    """Consecutive layers of a stage that are a pure function of inputs, parameters and buffers under `step_rng`."""
 
     def __init__(self, layers: Sequence[nn.Module], name: str) -> None:
         self.name = name
@@ -48,16 +48,17 @@ class RecomputedSegment:
         modules = list(nn.ModuleList(layers).modules())
         self._modules = [m for m in modules if buffers_of(m)]
         self._constants = [parameter for module in modules for parameter in module.parameters(recurse=False)]
-        # What the layers write to must be copied before. The first run tells; until then it may be anything.
+        # What the layers write to must be copied before they run. The first run shows what that is; until then all is
+        # copied.
         self._written: frozenset[BufferPlace] | None = None
         self._writes_to_inputs: bool | None = None
 
     def forward(self, run: RunLayers, value: Any, skips: dict[str, Any]) -> Any:
-        """`run`, whose saved tensors take no memory until the backward.
+        """Run the layers without keeping the tensors that autograd saves.
 
         Raises:
-            PipelineError: it has written to a buffer or an input to which it had not written in earlier runs, or to a
-                parameter.
+            PipelineError: the layers have written to a parameter, or to a buffer or input to which earlier runs did not
+                write.
         """
         own = {name: skips.pop(name) for name in self._pops if name in skips}
         inputs = _Inputs((value, own), copy=self._writes_to_inputs is not False)
@@ -68,8 +69,8 @@ class RecomputedSegment:
             value = run(value, own)
         if _states(self._constants) != before:
             raise PipelineError(
-                f"{self.name}: cannot be recomputed, because a forward writes to a parameter, which the second run "
-                "would do again: leave these layers out of recompute"
+                f"{self.name}: cannot be recomputed, because a forward writes to a parameter, and a second run would "
+                "do so again: leave these layers out of recompute"
             )
         self._learn(inputs, buffers)
         frame.complete(buffers.only(self._written or frozenset()))
@@ -85,13 +86,13 @@ class RecomputedSegment:
         self._writes_to_inputs = written or bool(self._writes_to_inputs)
         if lost:
             raise PipelineError(
-                f"{self.name}: cannot be recomputed, because only now it has begun to write to {', '.join(lost)}, of "
-                "which no copy was made: run the step again, or leave these layers out of recompute"
+                f"{self.name}: cannot be recomputed, because in this run it first wrote to {', '.join(lost)}, of "
+                "which there is no copy: run the step again, or leave these layers out of recompute"
             )
 
 
 class _Inputs:
-    """What a segment was called with."""
+    """The arguments that a segment was called with."""
 
     def __init__(self, values: tuple[Any, dict[str, Any]], *, copy: bool) -> None:
         leaves, self._spec = pytree.tree_flatten(values)
@@ -99,7 +100,7 @@ class _Inputs:
         self._wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         self._given = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)] if copy else []
         self._given_versions = _versions(self._given)
-        kept: dict[int, Any] = {}  # by the leaf's id: one that comes twice is one object again
+        kept: dict[int, Any] = {}  # by the leaf's id: a tensor that comes twice is one object again
         storages: dict[int, torch.UntypedStorage] = {}
         for leaf in leaves:
             if isinstance(leaf, Tensor) and id(leaf) not in kept:
@@ -110,7 +111,7 @@ class _Inputs:
         self._versions = _versions(self._leaves)
 
     def were_written(self) -> bool:
-        """Whether the segment, which has just run, has changed them in place; asked once."""
+        """Return whether the segment, which has just run, has changed its inputs in place; to be asked once."""
         written = _versions(self._given) != self._given_versions or self.have_changed
         self._given = []
         self._given_versions = []
@@ -118,22 +119,22 @@ class _Inputs:
 
     @property
     def have_changed(self) -> bool:
-        """Whether somebody has changed in place what was kept."""
+        """Whether the kept inputs were changed in place."""
         return _versions(self._leaves) != self._versions
 
     def again(self) -> tuple[Any, dict[str, Any]]:
-        """The same values for the second run: they want gradients as before, and may be written to."""
+        """Return the values for the second run: they require gradients as before, and may be written to."""
         fresh: dict[int, Tensor] = {}
         for leaf, wanted in zip(self._leaves, self._wanted, strict=True):
             if isinstance(leaf, Tensor) and id(leaf) not in fresh:
-                # .data: to enter counts as a write, of which those who have saved the tensor must not know.
+                # .data: to enter counts as a write, which must not show in tensors that autograd has saved.
                 fresh[id(leaf)] = entered(phony(), [], [leaf.data])[0] if wanted else leaf.data
         value, own = pytree.tree_unflatten([fresh.get(id(leaf), leaf) for leaf in self._leaves], self._spec)
         return value, own
 
 
 class _SavedSlot:
-    """In the graph in the place of a saved tensor; dies with the graph's need for it, and the tensor too."""
+    """The object that the graph has in place of a saved tensor; the tensor dies with it."""
 
     def __init__(self, frame: "_SegmentRun") -> None:
         self.frame = frame
@@ -142,7 +143,10 @@ class _SavedSlot:
 
 
 class _AllFilled(BaseException):
-    """Ends a second run whose remaining computations nobody needs. Not an Exception, which layers may catch."""
+    """The exception that ends a second run once every slot is filled.
+
+    It is no Exception, which layers may catch.
+    """
 
 
 class _SegmentRun:
@@ -155,7 +159,7 @@ class _SegmentRun:
         self._buffers = BufferSnapshot(())
         self._is_complete = False
         self._meter = current_meter()
-        # Weak: only the graph holds the slots, and drops each as soon as its node has run.
+        # Weak: only the graph keeps the slots, and drops each as soon as its node has run.
         self._slots: list[weakref.ref[_SavedSlot]] = []
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._filled = 0
@@ -173,7 +177,7 @@ class _SegmentRun:
         self._is_complete = True
 
     def fill(self) -> None:
-        """Run again, and give every slot its tensor.
+        """Run the segment again, and give every slot its tensor.
 
         Raises:
             PipelineError: the second run differs from the first.
@@ -182,12 +186,13 @@ class _SegmentRun:
             raise self._differs("fewer were saved")
         if not self._is_complete:
             raise PipelineError(
-                f"{self._segment.name}: a layer calls autograd while it runs: leave these layers out of recompute"
+                f"{self._segment.name}: cannot be recomputed, because a layer calls autograd in its forward: leave "
+                "these layers out of recompute"
             )
         if self._inputs.have_changed:
             raise PipelineError(
                 f"{self._segment.name}: cannot be recomputed, because a later layer has changed their input in place: "
-                "let both be recomputed together, or give that layer inplace=False"
+                "recompute both layers together, or give that layer inplace=False"
             )
         run, inputs = self._run, self._inputs
         self._run = self._inputs = None
@@ -215,7 +220,7 @@ class _SegmentRun:
         if slot is not None:
             slot.tensor = value
             slot.held = self._meter.hold(value) if self._meter is not None else None
-        # rrelu saves its noise, then its input, and writes the noise only afterwards: it must come to its end.
+        # rrelu saves its noise, then its input, and writes the noise after that: its call must come to its end.
         last_is_new, self._last_is_new = self._last_is_new, _is_new(tensor)
         if self._filled == len(self._slots) and not last_is_new and not self._last_is_new:
             self._is_over = True
@@ -227,15 +232,15 @@ class _SegmentRun:
         try:
             yield
         except BaseException as error:
-            if not self._is_over:  # _AllFilled comes out of TorchScript as a RuntimeError
+            if not self._is_over:  # TorchScript turns _AllFilled into a RuntimeError
                 raise
-            error.__traceback__ = None  # a cycle from Python 3.12 on, in which the layers' locals are: activations
+            error.__traceback__ = None  # a reference cycle (Python 3.12) with the layers' locals: activations
 
     def _differs(self, how: str) -> PipelineError:
         return PipelineError(
-            f"{self._segment.name}: computed something else when they were recomputed ({how}; the first time "
-            f"{len(self._slots)} tensors): recompute needs layers that depend on their inputs, parameters, buffers and "
-            "torch's generator only; leave these out of it"
+            f"{self._segment.name}: the second run differs from the first ({how}; the first time {len(self._slots)} "
+            "tensors): recompute needs layers that depend on their inputs, parameters, buffers and torch's generator "
+            "only; leave the others out of recompute"
         )
 
 
@@ -261,7 +266,7 @@ def _again() -> Iterator[None]:
 
 
 def _is_new(tensor: Tensor) -> bool:
-    """Whether it may be memory that an operation has made to write to."""
+    """Return whether the tensor may be memory that an operation has allocated and will write to."""
     return not (tensor.requires_grad or is_view(tensor) or isinstance(tensor, nn.Parameter))
 
 
@@ -270,18 +275,21 @@ def _versions(leaves: Sequence[Any]) -> list[int]:
 
 
 def _states(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
-    """Others when somebody has written to one, or given it other memory (`p.data = …`, as MoCo's key encoder gets)."""
+    """Return values that change when a parameter is written to or gets other memory.
+
+    MoCo's key encoder does the latter (`p.data = …`).
+    """
     return [(version_of(parameter), parameter.data_ptr()) for parameter in parameters]
 
 
 def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-    """With all strides and gaps, because kernels may sum in another order in a denser layout."""
+    """Return a copy with all strides and gaps, because kernels may sum in another order in a denser layout."""
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
     if address not in storages:
         storages[address] = storage.clone()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     copy.set_(storages[address], tensor.storage_offset(), tensor.shape, tensor.stride())
-    # What lies in memory may be conjugated or negated on reading only.
+    # The numbers in memory may be conjugated or negated only when they are read.
     copy = copy.conj() if tensor.is_conj() else copy
     return negative_view(copy) if tensor.is_neg() else copy

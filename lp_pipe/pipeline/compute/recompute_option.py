@@ -1,4 +1,4 @@
-"""Which layers of a stage are recomputed together: what the option `recompute` means."""
+"""The option `recompute`: which layers of a stage are recomputed together."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from lp_pipe.pipeline.schedule.numbers_given import as_int, is_count
 
 @dataclass(frozen=True)
 class FullStages:
-    """ "full" for some stages only, those that begin with these layers: what a plan may choose."""
+    """The option "full" for the stages that begin with these layers; a plan may choose it."""
 
     first_layers: frozenset[int]
 
@@ -20,7 +20,7 @@ Recompute = str | tuple[str, int] | Callable[[int, Any], bool] | FullStages
 
 
 class LayerRun(NamedTuple):
-    """Layers `first` to `end` (not included) of the model."""
+    """The layers `first` to `end` (not included) of the model."""
 
     first: int
     end: int
@@ -28,28 +28,28 @@ class LayerRun(NamedTuple):
 
 
 def check_recompute(option: Any) -> None:
-    """Refuse what is no `Recompute`.
+    """Refuse a value that is no `Recompute`.
 
     Raises:
-        PipelineError: says what is.
+        PipelineError: the error lists the values.
     """
     if callable(option) or isinstance(option, FullStages) or option in ("none", "full") or _every(option) is not None:
         return
     raise PipelineError(
-        f'recompute={option!r}: use "none", "full", ("every", k) with k of at least 1, or a function of (layer_index, '
-        "layer) that says whether to recompute it"
+        f'recompute={option!r}: give "none", "full", ("every", k) with k of at least 1, or a function of '
+        "(layer_index, layer) that returns whether to recompute the layer"
     )
 
 
 def runs_of(
     option: Recompute, first_layer: int, layers: Sequence[Any], never: Collection[int] = frozenset()
 ) -> list[LayerRun]:
-    """A stage's layers in consecutive runs.
+    """Return a stage's layers in consecutive runs.
 
-    "none" and "full": one run. ("every", k): runs of k layers, counted from the stage's first one, the last one may be
+    "none" and "full": one run. ("every", k): runs of k layers, counted from the stage's first one; the last may be
     shorter. FullStages: one run. A function: each layer that it chooses is a run of its own.
 
-    never: indices of layers that are not recomputed whatever the option says; they cut a run in pieces.
+    never: indices of layers that are never recomputed; they divide a run.
     """
     return [piece for run in _chosen(option, first_layer, layers) for piece in _without(run, never)]
 

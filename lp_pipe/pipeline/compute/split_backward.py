@@ -1,7 +1,7 @@
-"""A backward in two parts: now the gradients of a stage's inputs, later those of its parameters.
+"""A backward in two parts: first the gradients of a stage's inputs, later those of its parameters.
 
-A stage's graph, its output on top. What leads to the inputs is part 1. Where that also leads to parameters there is a
-*joint*, which keeps the gradient that arrives in part 1; part 2 starts from there and goes down to the parameters only:
+A stage's graph, its output on top. What leads to the inputs is part 1. A node that also leads to parameters is a
+*joint*, which keeps the gradient that arrives in part 1. Part 2 starts there and goes down to the parameters only:
 
         output
           |
@@ -14,13 +14,13 @@ A stage's graph, its output on top. What leads to the inputs is part 1. Where th
         entry
 
 In both parts a node of torch's own runs as in one backward, with the same gradients, but is asked for some of its
-results only. A function written in Python or in an extension (torch.autograd.Function) cannot be asked for some: it
+results only. A function written in Python or in an extension (torch.autograd.Function) cannot be asked for some. It
 runs once, in part 1, and part 2 starts from what it has returned for parameters. So hooks of activations, and backwards
 that change or free something, act once. Part 2 calls a joint directly, because autograd would run its hooks again.
 
 Source: torch.distributed.pipelining's _backward.py (2.13), where joints are called intermediates. Unlike there,
-autograd itself adds to a parameter's gradient, so that its layout and hooks are those of a plain backward; parameters
-that lead to an output past the inputs are found; and outputs may be views.
+    autograd itself adds to a parameter's gradient, so that its layout and hooks are those of a plain backward;
+    parameters that lead to an output past the inputs are found; and outputs may be views.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,22 +40,23 @@ from lp_pipe.pipeline.layers.message import tensors_of
 from lp_pipe.private_torch import run_backward, sequence_number_of, version_of
 
 Root = Tensor | GradientEdge  # a tensor, or its place in the graph
-Roots = Sequence[tuple[Root, Tensor | None]]  # with their gradients (None for a loss)
+Roots = Sequence[tuple[Root, Tensor | None]]  # each with its gradient; None for a loss
 _PLAIN = (Tensor, GradientEdge)
-# In torch 2.13, on channels_last activations, it crashes where it is not asked for the input's gradient as well.
+# torch 2.13 crashes on channels_last activations if this node is not asked for the input's gradient as well.
 _NEVER_IN_PARTS = {"NativeGroupNormBackward0"}
-_OF_EXTENSIONS = "torch::autograd::CppNode"  # what a torch::autograd::Function is called in the graph
+_OF_EXTENSIONS = "torch::autograd::CppNode"  # the name of a torch::autograd::Function in the graph
 _TOO_LATE = (
     "in the second part of a split backward, which comes after the backwards of all earlier layers: if one of them "
     "changes or frees a tensor that this layer has saved, use a schedule that does not split backwards, such as '1f1b'"
 )
-_Gradients = tuple[Tensor | None, ...]  # one for each output of a node, or for each input; None where there is none
+_Gradients = tuple[Tensor | None, ...]  # for each output or input of a node; None without a gradient
 
 
 class _Kept(NamedTuple):
-    """What part 1 keeps of a joint.
+    """The gradients that part 1 keeps of a joint.
 
-    gradients: those that arrived, for each output; of an own function those that it has returned, for each input.
+    gradients: of a node of torch's own those that arrived, for each output; of a user's function those that it has
+        returned, for each input.
     versions: how often each had been written to by then.
     """
 
@@ -65,11 +66,14 @@ class _Kept(NamedTuple):
 
 @dataclass
 class _Group:
-    """Parameters and where their gradients start. Those that share a joint, or a node on the way, are in one group.
+    """Parameters and the nodes at which their gradients start.
 
-    joints: in the order in which a backward runs them, with what leads from them to the parameters, by its index among
-        the joint's inputs.
-    roots: outputs that lead here, and not to the inputs. runs_whole: the parameters get their gradients in part 1.
+    Parameters that share a joint, or a node on the way, are in one group.
+
+    joints: in the order in which a backward runs them, each with the edges that lead to the parameters, by their index
+        among the joint's inputs.
+    roots: outputs that lead to the parameters, and not to the inputs.
+    runs_whole: whether the parameters get their gradients in part 1.
     """
 
     leaves: list[Tensor] = field(default_factory=list)
@@ -78,16 +82,18 @@ class _Group:
     runs_whole: bool = False
 
     def edges_of_own(self) -> list[GradientEdge]:
-        """What leads to the parameters from joints that are torch's own."""
+        """Return the edges to the parameters from joints that are torch's own."""
         own = (edges for joint, edges in self.joints.items() if not _is_users(joint))
         return [edge for edges in own for edge in edges.values()]
 
 
 class SplitBackward:
-    """One micro-batch's backward on one stage: construction is part 1, `accumulate` is part 2.
+    """The backward of one micro-batch on one stage: the constructor runs part 1, `accumulate` part 2.
 
-    roots: outputs. entry: a leaf below all inputs that want a gradient.
-    What part 2 needs of the graph, and the activations in it, live as long as this object.
+    The part of the graph that part 2 needs, and the activations in it, live as long as this object.
+
+    roots: outputs.
+    entry: a leaf below all inputs that require a gradient.
     """
 
     def __init__(self, roots: Roots, entry: Tensor) -> None:
@@ -106,20 +112,23 @@ class SplitBackward:
             run_backward(starts, gradients, retain_graph=True, inputs=(entry, *at_once))
         finally:
             for handle in handles:
-                # Else a node and what its hook holds would keep each other alive, unseen by Python's collector.
+                # Otherwise a node and its hook would keep each other alive, in a cycle that Python's collector does not
+                # see.
                 handle.remove()
         waiting = [gradient for kept in self._kept.values() for gradient in kept.gradients]
         self._held = held_for_later([*waiting, *(gradient for _, gradient in self._roots.values())])
 
     def accumulate(self, more: Roots = ()) -> None:
-        """Add to the parameters' gradients, once. more: parameters, and what other stages have found for theirs.
+        """Add to the parameters' gradients; to be called once.
+
+        more: parameters, with gradients that other stages have found for them.
 
         Raises:
             PipelineError: the backward of an earlier layer has written to a gradient that this part needs.
         """
         to_parameters = [edge for group in self._groups for edge in group.edges_of_own()]
         if to_parameters:
-            # In a run of autograd's engine: a joint that is called there computes what leads to these edges only.
+            # The call is made in a run of autograd's engine, so that a joint computes what leads to these edges only.
             calling = _calling(self._entry, partial(self._accumulate_groups, more))
             run_backward([calling], [self._entry.detach()], inputs=(self._entry, *to_parameters))
         else:
@@ -138,13 +147,13 @@ class SplitBackward:
             if joint in self._kept:
                 results = _results_of(joint, self._kept[joint])
                 starts += [(edge, gradient) for i, edge in edges.items() if (gradient := results[i]) is not None]
-        if starts:  # else the loss does not depend on these parameters
+        if starts:  # without starts the loss does not depend on these parameters
             edges_, gradients = zip(*starts, strict=True)
             run_backward(edges_, gradients, retain_graph=True, inputs=tuple(group.leaves))
 
 
 def backward(roots: Roots) -> None:
-    """torch.autograd.backward, also from nothing."""
+    """Run torch.autograd.backward; do nothing without roots."""
     if not roots:
         return
     if not all([type(root) in _PLAIN for root, _ in roots]):
@@ -155,28 +164,31 @@ def backward(roots: Roots) -> None:
 
 
 def backward_later(roots: Roots, held: Sequence[CountedTensor], more: Roots) -> None:
-    """held: what the roots' gradients count as until then."""
+    """Run the backward that was deferred as a whole.
+
+    held: the objects that count the roots' gradients until now.
+    """
     backward([*roots, *more])
 
 
 def edge_of(root: Root) -> GradientEdge:
-    """torch's get_gradient_edge, without its checks where there is nothing to find or make."""
+    """Return torch's get_gradient_edge of the root, without its checks if the root has a node."""
     if not isinstance(root, Tensor):
         return root
     node = root.grad_fn
-    # Of leaves, and of functions written in Python, torch has to.
+    # For leaves and functions written in Python torch has to find or make the node.
     if node is None or isinstance(node, BackwardCFunction):
         return get_gradient_edge(root)
     return GradientEdge(node, root.output_nr)
 
 
 def edges_of(value: Any) -> list[GradientEdge]:
-    """Of the tensors in it that want a gradient."""
+    """Return the places in the graph of a value's tensors that require a gradient."""
     return [edge_of(tensor) for tensor in tensors_of(value) if tensor.requires_grad]
 
 
 def leaves_behind(nodes: Sequence[Node]) -> Iterator[Tensor]:
-    """Those that a backward from these nodes gives gradients to."""
+    """Yield the leaves to which a backward from these nodes gives gradients."""
     for node in _graph_below(nodes):
         if _is_leaf(node):
             yield node.variable  # type: ignore[attr-defined]
@@ -194,7 +206,7 @@ def _gradient_of(root: Root, gradient: Tensor | None) -> Tensor:
 
 
 def _is_users(node: Node) -> bool:
-    """Whether it is a torch.autograd.Function, of Python or of an extension."""
+    """Return whether the node is a torch.autograd.Function, of Python or of an extension."""
     return isinstance(node, BackwardCFunction) or node.name().startswith(_OF_EXTENSIONS)
 
 
@@ -206,13 +218,13 @@ def _keep(joint: Node, kept: dict[Node, _Kept]) -> RemovableHandle:
 
 
 def _results_of(joint: Node, kept: _Kept) -> _Gradients:
-    """The gradients of the joint's inputs, as far as the engine that runs is asked for them."""
+    """Return the gradients of the joint's inputs that the running engine is asked for."""
     if _versions(kept.gradients) != kept.versions:
         raise PipelineError(
-            f"a backward has changed in place a gradient that {joint.name()} needs for its parameters: the gradient is "
-            "shared with an earlier layer, whose hook or torch.autograd.Function has written to it (g.mul_(), "
-            "g.add_()). Let it return a new tensor (g * 0.5), or use a schedule that does not split backwards, such as "
-            "'1f1b'"
+            f"a backward has changed in place a gradient that {joint.name()} needs for its parameters: an earlier "
+            "layer shares the gradient, and its hook or torch.autograd.Function has written to it (g.mul_(), "
+            "g.add_()). Let it return a new tensor (g * 0.5), or use a schedule that does not split backwards, such "
+            "as '1f1b'"
         )
     if _is_users(joint):
         return kept.gradients
@@ -228,7 +240,7 @@ def _versions(gradients: _Gradients) -> list[int]:
 
 
 class _Calling(torch.autograd.Function):
-    """Calls a function in its backward."""
+    """A node that calls a function in its backward."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, function: Callable[[], None]) -> Tensor:
@@ -241,7 +253,7 @@ class _Calling(torch.autograd.Function):
         return None, None
 
 
-# Function.apply first looks for functorch's transforms, in which no stage runs.
+# Function.apply first looks for functorch's transforms, which no stage uses.
 _calling: Callable[[Tensor, Callable[[], None]], Tensor] = super(torch.autograd.Function, _Calling).apply
 
 
@@ -272,14 +284,14 @@ def _find_groups(roots: Sequence[Node], entry: Node) -> list[_Group]:
     groups: dict[Node, _Group] = {}
     for node in leaves:
         groups.setdefault(labels.of(node), _Group()).leaves.append(node.variable)  # type: ignore[attr-defined]
-    # The engine runs first what the forward has made last.
+    # The engine runs nodes in the reverse order of the forward.
     for node in sorted(reversed(joints), key=sequence_number_of, reverse=True):
         group = groups[labels.of(node)]
         edges = enumerate(node.next_functions)
         group.joints[node] = {i: GradientEdge(child, nr) for i, (child, nr) in edges if child in weight_side}
         group.runs_whole |= node.name() in _NEVER_IN_PARTS
     for node in below_joints & below_weights:
-        # Part 2 would add what comes from the joints first, and only the order of one backward has its bits.
+        # Part 2 would add the gradients from the joints first, and only the order of one backward has its bits.
         groups[labels.of(node)].runs_whole |= sum(children.count(node) for children in graph.values()) > 2
     for index, root in enumerate(roots):
         if root in weight_side:
@@ -288,7 +300,10 @@ def _find_groups(roots: Sequence[Node], entry: Node) -> list[_Group]:
 
 
 def _graph_below(roots: Sequence[Node]) -> dict[Node, list[Node]]:
-    """All nodes below the roots with their children, each after its children. Not recursive: graphs are deep."""
+    """Return all nodes below the roots with their children, each after its children.
+
+    It is not recursive, because graphs are deep.
+    """
     graph: dict[Node, list[Node]] = {}
     seen: set[Node] = set()
     for root in roots:
@@ -308,7 +323,7 @@ def _graph_below(roots: Sequence[Node]) -> dict[Node, list[Node]]:
 
 
 def _place(node: Node) -> tuple[Node, list[Node], Iterator[Node]]:
-    """On the path: a node, its children, and those of them that are still to be looked at."""
+    """Return an entry of the path: the node, its children, and an iterator over the children still to be visited."""
     children = [child for child, _ in node.next_functions if child is not None]
     return node, children, iter(children)
 
@@ -318,7 +333,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 class _Labels:
-    """Nodes that were joined, directly or by way of others, have the same label (union-find)."""
+    """Labels of nodes: those that were joined, directly or through others, have the same label (union-find)."""
 
     def __init__(self) -> None:
         self._parents: dict[Node, Node] = {}

@@ -17,12 +17,17 @@ from lp_pipe.training.buffer_snapshot import BufferPlace, BufferSnapshot, set_bu
 
 
 def own_loss(loss: Loss, device: torch.device) -> Loss:
-    """One whose buffers (weights of classes) are where the stage computes, and that is not the user's own."""
+    """Return a copy of the loss with its buffers (weights of classes) on the device; the loss itself if it is no
+    module.
+    """
     return copy.deepcopy(loss).to(device) if isinstance(loss, nn.Module) else loss
 
 
 class StageLoss:
-    """None on workers without the last stage. modules: the loss and what is in it, if it is a module."""
+    """The loss on a worker; `call` is None on workers without the last stage.
+
+    modules: the loss and its submodules, if it is a module.
+    """
 
     def __init__(self, loss: Loss | None, device: torch.device) -> None:
         self.call = own_loss(loss, device) if loss is not None else None
@@ -31,7 +36,7 @@ class StageLoss:
         self._first = BufferSnapshot(self.modules)
 
     def state(self) -> dict[str, Tensor]:
-        """The buffers that it has written to; the others are as the program gives them, also after a restart."""
+        """Return the buffers that the loss has written to; the program gives the others, also after a restart."""
         written = self._first.written()
         found = {
             name: buffers_of(module)[own] for name, (module, own) in self._places().items() if (module, own) in written
@@ -39,14 +44,14 @@ class StageLoss:
         return {name: buffer for name, buffer in found.items() if buffer is not None}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Those that a checkpoint has, and all others as they were at the start."""
+        """Set the buffers that a checkpoint has; all others get their first values."""
         self._first.restore()
         for name, (module, own) in self._places().items():
             if name in state:
                 set_buffer(module, own, state[name].to(self._device))
 
     def _places(self) -> dict[str, BufferPlace]:
-        """By their names in the loss's state_dict."""
+        """Return the place of each persistent buffer, by its name in the loss's state_dict."""
         return {
             f"{prefix}.{name}".removeprefix("."): (module, name)
             for prefix, module in (self.call.named_modules() if isinstance(self.call, nn.Module) else ())

@@ -1,4 +1,4 @@
-"""Old weights of a stage, kept for forwards and backwards in flight (PipeDream's weight stashing)."""
+"""Older weights of a stage, kept for forwards and backwards in flight (PipeDream's weight stashing)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -9,11 +9,12 @@ from lp_pipe.private_torch import hooks_of, parameter_like, parameters_of, put_p
 
 
 class WeightVersions:
-    """Numbered by the updates that made them.
+    """The versions of a stage's weights, numbered by the updates that made them.
 
-    The optimizer changes the parameters in place. A forward uses, in their places in the modules, stand-ins of its
-    version, which share the newest weights' memory until an update has to leave these alone: then the parameters move
-    to a copy. So there are as many copies as versions in use, and of the last stage, whose weights nobody keeps, none.
+    The optimizer changes the parameters in place. In the modules, a forward uses stand-ins of its version in place of
+    the parameters. Stand-ins share the newest weights' memory until an update must not change it: then the parameters
+    move to a copy. So there are as many copies as versions in use. The last stage, whose older weights are never
+    needed, has none.
     """
 
     def __init__(self, modules: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -31,7 +32,7 @@ class WeightVersions:
         self.oldest = 0
 
     def use(self, version: int) -> int:
-        """Let the modules have these weights, or the oldest ones where that is too old; says which."""
+        """Give the modules the weights of a version, or the oldest ones if that is gone; return the version used."""
         version = max(version, self.oldest)
         if version not in self._kept:
             assert version == self.newest, f"version {version} is gone; there are {sorted(self._kept)}"
@@ -40,18 +41,18 @@ class WeightVersions:
         return version
 
     def use_own(self) -> None:
-        """Let the modules have the parameters that the optimizer knows."""
+        """Give the modules the parameters that the optimizer knows."""
         self._put(self._parameters)
 
     def take_gradients(self, version: int) -> None:
-        """Move what backwards with this version have left to the parameters."""
+        """Move the gradients of backwards with this version to the parameters."""
         stand_ins = self._kept.get(max(version, self.oldest), [])
         for parameter, stand_in in zip(self._parameters, stand_ins, strict=bool(stand_ins)):
             parameter.grad, stand_in.grad = stand_in.grad, None
 
     def begin_next(self, needed_from: int) -> None:
-        """The parameters are about to change: keep what is needed of the newest and older versions, drop the rest."""
-        self._drop_before(needed_from)  # first, so that the copy does not come on top of them
+        """Prepare for an update of the parameters: keep the versions from `needed_from` on, and drop older ones."""
+        self._drop_before(needed_from)  # first, so that their memory is free before the copy is made
         if needed_from <= self.newest:
             self.use(self.newest)
             with torch.no_grad():
@@ -61,18 +62,18 @@ class WeightVersions:
         self._drop_before(needed_from)
 
     def forget(self) -> None:
-        """Begin anew with the present weights, as at the start of the training; the numbers go on."""
+        """Start again with the present weights, as at the start of the training; the numbers continue."""
         self.use_own()
         self._kept.clear()
         self.oldest = self.newest
 
     @property
     def older_bytes(self) -> int:
-        """Of the kept weights before the newest, which are copies."""
+        """The bytes of kept weights before the newest, which are copies."""
         return sum(tensor.nbytes for weights in self.older().values() for tensor in weights.values())
 
     def older(self) -> dict[int, dict[str, Tensor]]:
-        """The kept weights before the newest, by version and name."""
+        """Return the kept weights before the newest, by version and name."""
         return {
             version: {name: kept.data for name, kept in zip(self._names, stand_ins, strict=True)}
             for version, stand_ins in self._kept.items()
@@ -80,7 +81,10 @@ class WeightVersions:
         }
 
     def restore(self, newest: int, older: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Go on from version `newest`, which the parameters have; of `older` what follows without a gap is kept."""
+        """Continue from version `newest`, which the parameters have.
+
+        Those of `older` that lead to it without a gap are kept.
+        """
         self.forget()
         self.newest = self.oldest = newest
         while self._names and set(self._names) <= older.get(self.oldest - 1, {}).keys():
@@ -100,12 +104,12 @@ class WeightVersions:
         for module, name, index in self._places:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 put_parameter(module, name, parameters[index])
-            else:  # nn.LSTM keeps a list of its own
+            else:  # nn.LSTM keeps its own list of parameters
                 setattr(module, name, parameters[index])
 
 
 def _stand_in(parameter: nn.Parameter, weights: Tensor) -> nn.Parameter:
-    """With other weights; its class, attributes and hooks are what a layer has made of the parameter."""
+    """Return a parameter with other weights, but with the class, attributes and hooks of `parameter`."""
     result = nn.Parameter(weights)
     if type(result) is not type(parameter):
         result = parameter_like(parameter, weights)

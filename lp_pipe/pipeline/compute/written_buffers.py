@@ -1,21 +1,19 @@
-"""Buffers that forwards write to in place, such as running averages that a layer also computes with.
+"""Buffers and parameters to which forwards and backwards write, such as running averages that a layer computes with.
 
-In one process a micro-batch's backward comes right after its forward. In a pipeline other forwards come between: what
-they write must not change what the first one has saved. So each gets tensors of its own to write to:
+In one process a micro-batch's backward comes right after its forward. In a pipeline other forwards come between, and
+what they write must not change what the first one has saved. So each forward gets its own tensors to write to:
 
     forward 0   writes to scale, saves it     forward 1   gets a copy of scale, writes to that, saves it     backward 0
 
-A backward may write to `module.scale`, which is the newest one, but not to the tensor that its forward had.
+A backward may write to `module.scale`, which is the newest tensor, but not to the tensor that its forward had.
 
-LATE Buffers and parameters to which backwards write: what one process does between two forwards comes later here.
-
-A layer that torch.utils.checkpoint runs again in the backward counts its statistics once more, and computes with them:
+What a backward writes for later forwards comes too late here. A layer that torch.utils.checkpoint runs again in the
+backward counts its statistics once more, and computes with them:
 
     one process   forward 0   again 0   forward 1   again 1
     a pipeline    forward 0   forward 1   again 0   again 1      forward 1 has not seen what again 0 writes
 
-A hook of a parameter that updates it there and then (an optimizer in the backward) does so too late for the forwards
-that are done.
+A hook that updates its parameter (an optimizer in the backward) does so too late for the forwards that have run.
 """
 
 import weakref
@@ -34,11 +32,14 @@ from lp_pipe.private_torch import buffers_of, is_batch_norm, put_buffer, version
 from lp_pipe.training.buffer_snapshot import BufferPlace, BufferSnapshot, buffer_at, with_buffers
 
 _NO_PLACE: frozenset[BufferPlace] = frozenset()
-_NOTHING_TO_WATCH = nullcontext()  # nearly always: made once, because each action asks for it
+_NOTHING_TO_WATCH = nullcontext()  # the usual case: made once, because each action uses it
 
 
 class WrittenBuffers:
-    """Of a stage's layers; without BatchNorms', which no backward needs in train mode."""
+    """The buffers of a stage's layers that forwards write to, without those of BatchNorms.
+
+    A BatchNorm's backward needs no buffer in train mode.
+    """
 
     def __init__(
         self,
@@ -48,17 +49,17 @@ class WrittenBuffers:
         *,
         is_asynchronous: bool = False,
     ) -> None:
-        """shared: names of those that must stay as they are, with what to say if they do not.
+        """shared: names of buffers that must not change, each with the error to raise if one does.
 
-        is_asynchronous: backwards come late by design.
+        is_asynchronous: backwards come late by design, so late writes are not refused.
         """
         modules = [module for layer in layers for module in layer.modules()]
         self._modules = with_buffers(layers)
         self._late = BackwardWriteCheck([] if is_asynchronous else modules)
-        self._written: frozenset[BufferPlace] | None = None  # nobody knows before the first forward
+        self._written: frozenset[BufferPlace] | None = None  # None: unknown before the first forward
         layers_by_name = {str(index): layer for index, layer in enumerate(layers, start=first_layer)}
         self._constants: dict[BufferPlace, str] = {}
-        self._replaced: list[tuple[weakref.ref[Tensor], int, str]] = []  # with their versions and names
+        self._replaced: list[tuple[weakref.ref[Tensor], int, str]] = []  # (buffer, version, name)
         for name, why in shared.items():
             index, path = name.split(".", 1)
             if index in layers_by_name:
@@ -66,16 +67,16 @@ class WrittenBuffers:
                 self._constants[unwrapped(layers_by_name[index]).get_submodule(inner), attribute] = why
 
     def watched(self) -> AbstractContextManager[None]:
-        """A forward of training runs in the body.
+        """Return the context in which a forward of training runs.
 
         Raises:
-            PipelineError: it has written to a shared one.
+            PipelineError: the forward has written to a shared buffer.
         """
         return self._watch() if self._modules else _NOTHING_TO_WATCH
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
-        # The first time with copies, which show writes to .data, too.
+        # Copies show writes to .data, too; only the first forward pays for them.
         before = BufferSnapshot(self._modules, None if self._written is None else _NO_PLACE)
         yield
         written = before.written()
@@ -84,9 +85,10 @@ class WrittenBuffers:
         self._written = (self._written or _NO_PLACE) | written
 
     def renew(self, *, are_saved: bool = True) -> None:
-        """Let the next forward write to other tensors than those that earlier ones may have saved.
+        """Let the next forward write to other tensors than those that earlier forwards may have saved.
 
-        are_saved: False: no backward is to come. What was replaced may be a module's buffer again (a step has failed).
+        are_saved: whether a backward is to come. If not (a step has failed), a replaced tensor may be a module's buffer
+            again.
         """
         if not are_saved:
             self._replaced.clear()
@@ -94,7 +96,7 @@ class WrittenBuffers:
             return
         if not self._written:
             return
-        copies: dict[int, Tensor] = {}  # a buffer with two names stays one
+        copies: dict[int, Tensor] = {}  # a buffer with two names stays one tensor
         whole = self._apart()
         for module, name in self._written:
             buffer = buffer_at((module, name))
@@ -103,20 +105,20 @@ class WrittenBuffers:
                 self._replaced.append((weakref.ref(buffer), version_of(buffer), f"{type(module).__name__}.{name}"))
 
     def after_forward(self) -> None:
-        """One of training has run, and its backward is to come."""
+        """Note that a forward of training has run, whose backward is to come."""
         self._late.after_forward()
 
     def after_backward(self) -> None:
-        """One backward has run, or the first part of one that is split.
+        """Note that a backward has run, or the first part of a split one.
 
         Raises:
-            PipelineError: it has written to a buffer that another one has replaced, or that later forwards have used.
+            PipelineError: it has written to a buffer that was replaced, or that later forwards have used.
         """
         self._check_replaced()
         self._late.after_backward(self._written or _NO_PLACE)
 
     def after_weights(self) -> None:
-        """As `after_backward`, for the second part of one that is split."""
+        """Note that the second part of a split backward has run; raises as `after_backward`."""
         self._check_replaced()
         self._late.after_weights(self._written or _NO_PLACE)
 
@@ -129,27 +131,27 @@ class WrittenBuffers:
             if buffer is not None and version_of(buffer) != version:
                 self._replaced.clear()
                 raise PipelineError(
-                    f"a backward writes to buffer {name} by the tensor that its forward had, but later micro-batches' "
-                    "forwards have gone on with another one: let it write to the module's attribute"
+                    f"a backward writes to buffer {name} through the tensor that its forward had, but forwards of "
+                    "later micro-batches continue with another tensor: let it write to the module's attribute"
                 )
 
     def _apart(self) -> set[int]:
-        """The memory of buffers of which no other one is a view."""
+        """Return the addresses of memory that a single buffer uses."""
         buffers = {id(b): b for module in self._modules for b in buffers_of(module).values() if _has_memory(b)}
         found = Counter(buffer.untyped_storage().data_ptr() for buffer in buffers.values())
         return {address for address, count in found.items() if count == 1}
 
 
 def _has_memory(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    """Of its own, in one piece: a sparse one has not."""
+    """Return whether a buffer has memory in one piece, unlike a sparse one."""
     return buffer is not None and buffer.layout is torch.strided
 
 
-_State = dict[BufferPlace, tuple[Tensor | None, int]]  # with their versions
+_State = dict[BufferPlace, tuple[Tensor | None, int]]  # each buffer and its version
 
 
 class BackwardWriteCheck:
-    """Told of every forward and backward of a stage."""
+    """A check, after each backward of a stage, that it has not written what later forwards have used already."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = [module for module in modules if buffers_of(module)]
@@ -160,29 +162,31 @@ class BackwardWriteCheck:
         }
         self._before: _State = {}
         self._versions: list[int] = []
-        self._outstanding = {"backward": 0, "weights": 0}  # of how many forwards
+        self._outstanding = {"backward": 0, "weights": 0}  # the number of forwards whose part is to come
 
     def forget(self) -> None:
-        """No forward waits for its backward."""
+        """Note that no forward waits for its backward."""
         self._outstanding = dict.fromkeys(self._outstanding, 0)
 
     def after_forward(self) -> None:
-        """One more waits for its backward; what buffers hold now is what it has left."""
+        """Note that a forward has run, and the present state of the buffers."""
         for part in self._outstanding:
             self._outstanding[part] += 1
         self._before = _state_of(self.modules)
         self._versions = self._versions_now()
 
     def after_backward(self, counted: Collection[BufferPlace]) -> None:
-        """counted: what forwards write to, beside the statistics of BatchNorms.
+        """Check what a backward has written.
+
+        counted: places that forwards write to, beside the statistics of BatchNorms.
 
         Raises:
-            PipelineError: it has written to what later forwards have used already.
+            PipelineError: later forwards have already used what it has written to.
         """
         self._check("backward", counted)
 
     def after_weights(self, counted: Collection[BufferPlace]) -> None:
-        """As `after_backward`, for the second part of one."""
+        """Check the second part of a split backward, as `after_backward`."""
         self._check("weights", counted)
 
     def _check(self, part: str, counted: Collection[BufferPlace]) -> None:
@@ -198,9 +202,9 @@ class BackwardWriteCheck:
             if is_batch_norm(module) or ((module, name) in counted and _is_no_counter(buffers_of(module)[name])):
                 what = "statistics" if is_batch_norm(module) else f"buffer {name!r}"
                 raise PipelineError(
-                    f"a backward changes {what} of {type(module).__name__}, as forwards do, but comes after those of "
-                    "later micro-batches, unlike in one process: where torch.utils.checkpoint runs a layer again, take "
-                    "that out and choose the layer by add_pipeline(recompute=...), which counts each micro-batch once"
+                    f"a backward changes {what} of {type(module).__name__}, as forwards do, but after the forwards of "
+                    "later micro-batches, unlike in one process: if torch.utils.checkpoint runs a layer again, remove "
+                    "it and choose the layer with add_pipeline(recompute=...), which counts each micro-batch once"
                 )
 
     def _check_parameters(self, are_later_forwards_done: bool) -> None:
@@ -210,8 +214,8 @@ class BackwardWriteCheck:
         changes = zip(self._parameters.values(), before, self._versions, strict=True)
         name = next(name for name, version, now in changes if version != now)
         raise PipelineError(
-            f"a backward changes {name}, but comes after the forwards of later micro-batches, which in one process "
-            "would have had the new weights: where a hook updates it (an optimizer in the backward), leave that to the "
+            f"a backward changes {name} after the forwards of later micro-batches, which in one process would have "
+            "had the new weights: if a hook updates the parameter (an optimizer in the backward), leave that to the "
             "model's optimizer, or train with microbatches=1"
         )
 
@@ -220,7 +224,7 @@ class BackwardWriteCheck:
 
 
 def _state_of(modules: Sequence[nn.Module]) -> _State:
-    # Kernels of batch norm do not count what they write, but num_batches_tracked is beside it.
+    # Kernels of batch norm do not count their writes as versions, but they also write to num_batches_tracked.
     return {
         (module, name): (buffer, version_of(buffer) if buffer is not None else 0)
         for module in modules
@@ -233,5 +237,5 @@ def _same(now: tuple[Tensor | None, int], before: tuple[Tensor | None, int] | No
 
 
 def _is_no_counter(buffer: Tensor | None) -> bool:
-    """Counts add up in any order."""
+    """Return whether a buffer holds floating-point numbers: counts add up in any order."""
     return buffer is not None and (buffer.is_floating_point() or buffer.is_complex())
