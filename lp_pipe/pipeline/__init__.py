@@ -1,4 +1,4 @@
-"""A model as a pipeline of stages. Schedules and plans work without torch, which is loaded on first need."""
+"""A model as a pipeline of stages. Schedules and plans work without torch, which is loaded when it is first needed."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from lp_pipe.training.rng import layer_rng as layer_rng
     from lp_pipe.training.rng import step_rng as step_rng
 
-_ON_FIRST_USE = {  # for these torch is needed, or numpy
+_ON_FIRST_USE = {  # these need torch or numpy
     "add_pipeline": ".add",
     "check": ".exactness_check",
     "CheckReport": ".exactness_check",

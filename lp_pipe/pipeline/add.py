@@ -59,7 +59,7 @@ def add_pipeline(
     max_restarts: int = 3,
     on_hang: str = "report",
 ) -> PipelineHandle:
-    """Cut `model` into stages, add a node for each stage worker, and return the handle of the whole.
+    """Cut `model` into stages, add a node for each stage worker, and return the handle of the pipeline.
 
     stages: number of stage workers (cuts balanced by parameters), or the cut points (index of each later first layer),
         or a plan of `pp.partition`, with its replicas; default: those of a schedule that has its own, or 2.
@@ -69,24 +69,24 @@ def add_pipeline(
     microbatches: slices of a batch per step, over all replicas; small batches may give fewer.
     replicas: processes that share a worker's micro-batches (j runs on replica j mod r) and sum their gradients in rank
         order; one number, or one per worker. BatchNorm statistics are those of replica 0's micro-batches.
-    channel: how tensors travel between workers: "auto" takes what is fastest, "inproc" in thread mode and "shm" between
+    channel: how tensors travel between workers: "auto" takes the fastest, "inproc" in thread mode and "shm" between
         processes of one host, the run's transport between hosts; "tls" (between hosts); "grpc"; "gloo"
-        (torch.distributed); "nccl" (between GPUs). One that does not fit the mode is refused by `launch`, or fails the
-        workers' start.
-    device: where stages compute: "cpu", "cuda", "cuda:1", a torch.device, or one per worker; "auto": a GPU where the
-        node sees one.
+        (torch.distributed); "nccl" (between GPUs). If one does not fit the mode, `launch` refuses it, or the workers
+        fail to start.
+    device: where stages compute: "cpu", "cuda", "cuda:1", a torch.device, or one per worker; "auto": a GPU if the node
+        sees one.
     recompute: layers that keep only their inputs until their backward, where they run again: "none", "full" (each stage
         as a whole), ("every", k) (each k layers of a stage), or (layer_index, layer) -> bool (each such layer alone);
         default: what the plan says of each stage, or "none".
-    precision: of what layers and loss compute under torch.autocast; parameters stay as they are: "fp32", "bf16", or
+    precision: of layers and loss, which compute under torch.autocast; parameters stay as they are: "fp32", "bf16", or
         "fp16", whose losses are scaled as torch.amp.GradScaler does it.
-    on_nan: what becomes of a step whose loss or gradients are not finite: "ignore" (nobody looks), "stop" with a
-        NonFiniteError that names the layer, or "skip": its update is left out, and `StepResult.why_skipped` says why.
+    on_nan: what to do with a step whose loss or gradients are not finite: "ignore" (no check), "stop" with a
+        NonFiniteError that names the layer, or "skip": leave out its update, and say why in `StepResult.why_skipped`.
     inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
-    clip_grad_norm: the largest norm of all gradients, over all stages, as torch's clip_grad_norm_ has it; None: any.
+    clip_grad_norm: the largest norm of all gradients, over all stages, as in torch's clip_grad_norm_; None: any.
     group, resources: label and Resources of the group of stage workers.
     on_failure, max_restarts, on_hang: as those of `Program.group`. "restart" starts a dead worker again, in its place;
-        the node that trains then brings all back to a checkpoint (`Checkpoints.steps`, or `.recovering`).
+        the node that trains then restores all workers from a checkpoint (`Checkpoints.steps`, or `.recovering`).
 
     Raises:
         PipelineError: the model cannot be cut so, or torch is too old.
@@ -163,10 +163,10 @@ def _check(
     clip_grad_norm: Any,
     inputs: Any,
 ) -> None:
-    """Refuse what can be seen to be wrong at once.
+    """Refuse options that are wrong whatever the model is.
 
     Raises:
-        TypeError, PipelineError: says what it is.
+        TypeError, PipelineError: the error names the option.
     """
     if not isinstance(program, Program):
         raise TypeError(f"add_pipeline takes an lp.Program first, not {type(program).__name__}")
@@ -177,7 +177,7 @@ def _check(
     if inputs is not None and not isinstance(inputs, Handle):
         raise PipelineError(f"inputs={inputs!r}: give the handle of a feeder, program.add_node(lp.CourierNode(Feeder))")
     if not isinstance(channel, str) or channel not in kinds.NAMES:
-        raise PipelineError(f"channel={channel!r}: known are {', '.join(kinds.NAMES)}")
+        raise PipelineError(f"channel={channel!r}: give one of {', '.join(kinds.NAMES)}")
     if not is_count(microbatches):
         raise PipelineError(f"microbatches={microbatches!r}: give a whole number (int) of at least 1")
     if clip_grad_norm is not None and not (isinstance(clip_grad_norm, float) and clip_grad_norm > 0):
@@ -186,10 +186,10 @@ def _check(
 
 
 def _check_asynchronous(config: PipelineConfig) -> None:
-    """Refuse what needs all stages at once.
+    """Refuse options that need all stages at the same version of the weights.
 
     Raises:
-        PipelineError: says what it is, and what to do.
+        PipelineError: the error names the option, and what to do.
         ScheduleError: vertical sync of stages with different numbers of replicas.
     """
     _ = config.timings
@@ -208,7 +208,10 @@ def _check_asynchronous(config: PipelineConfig) -> None:
 
 
 def _owners(model: Model, tied: Sequence[Names]) -> set[int]:
-    """Layers that decide how the others' parameters begin; of those that already share an object, none has to."""
+    """Return the layers whose parameters decide the initial values of those tied to them.
+
+    Parameters that are already one object need no such layer.
+    """
     named = {name for pair in model.tied for name in pair}
     return {layer_of(names[0]) for names in tied if not named.isdisjoint(names)}
 
@@ -216,7 +219,10 @@ def _owners(model: Model, tied: Sequence[Names]) -> set[int]:
 def workers(
     config: PipelineConfig, sources: Sequence[Any], cuts: Sequence[int], owners: set[int]
 ) -> list[WorkerConfig]:
-    """By rank. owners: layers that also borrowers of their parameters must have, to begin with the same ones."""
+    """Return the configuration of every rank.
+
+    owners: layers that borrowers of their parameters need too, to begin with the same values.
+    """
     parts: list[dict[int, tuple[int, Sequence[Any]]]] = [{} for _ in range(config.workers)]
     bounds = zip([0, *cuts], [*cuts, len(sources)], config.placement, strict=True)
     for stage, (first, end, worker) in enumerate(bounds):
@@ -238,7 +244,7 @@ def add_nodes(
     group: str,
     plan: Plan | None,
 ) -> CourierHandle:
-    """Add one for each rank to the group; returns the first one's handle, which conducts the others."""
+    """Add a node for each rank to the group; return the handle of the first one, which conducts the others."""
     nodes = [CourierNode(Conductor if worker.rank == 0 else StageWorker) for worker in workers]
     handles: list[CourierHandle] = [program.add_node(node, label=group) for node in nodes]
     addresses = [Address("channels") for _ in nodes]
@@ -259,7 +265,7 @@ def add_nodes(
 
 
 def _receivers(config: PipelineConfig, rank: int) -> list[int]:
-    """The ranks that a rank sends to: on its stages' channels, and the other replicas of its worker."""
+    """Return the ranks that a rank sends to: on its stages' channels, and the other replicas of its worker."""
     channels, ranks = config.channels, config.ranks
     crossing = [channel for channel in range(channels.count) if channels.crosses(channel)]
     routes = [route for channel in crossing for route in ranks.routes(channels, channel)]

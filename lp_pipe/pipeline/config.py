@@ -1,4 +1,4 @@
-"""What every worker of a pipeline is told. Data only; needs no torch."""
+"""The configuration of a pipeline's workers. Data only; needs no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,9 @@ from lp_pipe.pipeline.schedule.updates import Timing, Updates
 
 @dataclass(frozen=True)
 class Ranks:
-    """`replicas[w]` is how many processes worker w's stages run on.
+    """The processes of a pipeline: every stage worker's replicas, numbered worker by worker.
+
+    `replicas[w]` is how many processes worker w's stages run on.
 
     workers    0    1    2
     replicas   2    1    2
@@ -32,28 +34,29 @@ class Ranks:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """(worker, replica) of each rank."""
+        """The (worker, replica) of each rank."""
         return [(worker, replica) for worker, count in enumerate(self.replicas) for replica in range(count)]
 
     def of(self, worker: int) -> range:
-        """The ranks of a worker's replicas."""
+        """Return the ranks of a worker's replicas."""
         first = sum(self.replicas[:worker])
         return range(first, first + self.replicas[worker])
 
     def for_microbatch(self, worker: int, microbatch: int) -> int:
-        """The rank of the replica that runs a micro-batch."""
+        """Return the rank of the replica that runs a micro-batch."""
         ranks = self.of(worker)
         return ranks[microbatch % len(ranks)]
 
     @property
     def firsts(self) -> list[int]:
-        """The rank of each worker's replica 0, which speaks for all of them."""
+        """The rank of each worker's replica 0, which represents all of them."""
         return [self.of(worker)[0] for worker in range(len(self.replicas))]
 
     def routes(self, channels: Channels, channel: int) -> list[tuple[int, int]]:
-        """The pairs of ranks (sender, receiver) between which a channel's messages travel.
+        """Return the pairs of ranks (sender, receiver) between which a channel's messages travel.
 
-        Those of micro-batch j from replica j mod r to replica j mod s. Weights go to every replica of the receiver.
+        Those of micro-batch j travel from replica j mod r to replica j mod s. Weights go to every replica of the
+        receiver.
         """
         ends = channels.sender(channel), channels.receiver(channel)
         sending, receiving = (self.replicas[worker] for worker in ends)
@@ -63,10 +66,10 @@ class Ranks:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """The same for all workers. `placement[v]` is the worker of virtual stage v."""
+    """The configuration that is the same for all workers. `placement[v]` is the worker of virtual stage v."""
 
     placement: tuple[int, ...]
-    schedule: str | Schedule  # a name: it can be made again, for other numbers of micro-batches
+    schedule: str | Schedule  # a name can be made again, for other numbers of micro-batches
     chunks: int
     microbatches: int
     loss: Loss
@@ -80,18 +83,18 @@ class PipelineConfig:
     names: ModelNames
     recompute: Any
     precision: str
-    tied: tuple[tuple[str, ...], ...]  # by the names inside, all of each parameter that has several
+    tied: tuple[tuple[str, ...], ...]  # by the names inside, all names of each parameter that has several
     edges: tuple[ScheduleEdge, ...]
-    shared_buffers: Mapping[str, str]  # by stages; with what to say if one writes to it
+    shared_buffers: Mapping[str, str]  # that stages share; each with the error for a write to it
     replicas: tuple[int, ...]  # of each worker
-    devices: tuple[str, ...]  # of each worker, as the user names them
+    devices: tuple[str, ...]  # of each worker, as the user named it
     updates: Updates | None  # of an asynchronous schedule
     on_nan: str
-    predicted_seconds: tuple[float, ...]  # by a plan, of each worker: per micro-batch of one replica
+    predicted_seconds: tuple[float, ...]  # of each worker, by a plan: per micro-batch of one replica
     batch_dims: tuple[Any, Any, int]  # of input, target and output, see batch_dims.marked
-    has_batch_dims: bool  # whether the model says so itself
-    callbacks: Mapping[int, Callable[[dict[str, Any]], Any]]  # by the step before which each is called
-    registered: Registered | None  # of a schedule whose name only the launching process need know
+    has_batch_dims: bool  # whether the model sets batch_dims
+    callbacks: Mapping[int, Callable[[dict[str, Any]], Any]]  # by the step before which it is called
+    registered: Registered | None  # of a schedule that only the launching process may have registered
 
     @property
     def is_asynchronous(self) -> bool:
@@ -100,12 +103,12 @@ class PipelineConfig:
 
     @property
     def timings(self) -> tuple[Timing, ...]:
-        """Of each stage of an asynchronous schedule."""
+        """The update timing of each stage of an asynchronous schedule."""
         return self.updates.timings(self.replicas) if self.updates is not None else ()
 
     @property
     def channels(self) -> Channels:
-        """Between the virtual stages; each worker numbers them alike."""
+        """The channels between the virtual stages; each worker numbers them alike."""
         return Channels(self.placement, self.edges)
 
     @property
@@ -129,14 +132,15 @@ class PipelineConfig:
 
     @property
     def workers(self) -> int:
-        """How many, each with its replicas."""
+        """The number of workers, each with its replicas."""
         return max(self.placement) + 1
 
     def schedule_for(self, microbatches: int) -> Schedule:
-        """The schedule for a batch that split into so many micro-batches (small batches give fewer).
+        """Return the schedule for a batch that split into so many micro-batches (small batches give fewer).
 
         Raises:
-            ScheduleError: it was given for another number, or a user's function makes a wrong one for this number.
+            ScheduleError: the schedule was given for another number, or a user's function makes a wrong one for this
+                number.
         """
         if isinstance(self.schedule, str):
             if self.registered is None:
@@ -152,8 +156,9 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """A worker's own part: for each of its virtual stages the first layer's index, and the layers' sources.
+    """The configuration of one worker.
 
+    sources: for each of its virtual stages the first layer's index, and the layers' sources.
     owners: by index, the sources of other stages' layers that decide the initial values of tied parameters.
     """
 
@@ -163,7 +168,7 @@ class WorkerConfig:
 
 
 def _users(config: PipelineConfig, name: str, registered: Registered, microbatches: int) -> Schedule:
-    """One made by a function that is not ours, of which add_pipeline has only proven what it makes of a whole batch."""
+    """Return a schedule made by a user's function; add_pipeline has verified it for a whole batch only."""
     adopt(name, registered)
     made = _proven(registered, name, config.replicas, microbatches, config.chunks, config.credits, config.edges)
     if made.placement != config.placement:
@@ -184,7 +189,10 @@ def _proven(
     credits: int,
     edges: tuple[ScheduleEdge, ...],
 ) -> Schedule:
-    """registered: so that a function of the same name that is registered later is not mistaken for it."""
+    """Return a verified schedule.
+
+    registered: part of the cache's key: another function may be registered later under the same name.
+    """
     made = replicated(name, replicas, microbatches, chunks)
     verify(made, credits=credits // 2, edges=edges)
     return made
@@ -194,5 +202,5 @@ def _proven(
 def _made(name: str, replicas: tuple[int, ...], microbatches: int, chunks: int, usual: int) -> Schedule:
     try:
         return replicated(name, replicas, microbatches, chunks)
-    except ScheduleError:  # it does not exist for so few (dualpipev), but a batch may have any size
+    except ScheduleError:  # it does not exist for so few micro-batches (dualpipev), but a batch may have any size
         return replicated(name, replicas, usual, chunks).first_microbatches(microbatches)

@@ -14,21 +14,21 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from lp_pipe.training.rng import sample_rng
 
-# Two stages ask for a step each, and one step ahead of the training.
+# Two stages ask for each step, and one step ahead of the training.
 _RECENT_STEPS = 8
 
-SamplePlace = tuple[int, int]  # of a sample: epoch and index
+SamplePlace = tuple[int, int]  # a sample's epoch and index
 
 
 class DataLoaderFeeder:
-    """Gives a pipeline the batches of a data set: `program.add_node(lp.CourierNode(pp.DataLoaderFeeder, data, 32))`.
+    """A feeder of a data set's batches: `program.add_node(lp.CourierNode(pp.DataLoaderFeeder, data, 32))`.
 
-    A step's batch follows from (seed, step) alone, so a training that goes back or is resumed asks for the same ones
-    again; nothing of the feeder has to be saved. What is random in the data set's `__getitem__` (random, numpy and
+    A step's batch follows from (seed, step) alone, so a training that goes back or is resumed asks for the same batches
+    again, and nothing of the feeder has to be saved. What is random in the data set's `__getitem__` (random, numpy and
     torch) follows from (seed, epoch, index), with any number of workers.
 
-    dataset: map-style, of (input, target) pairs after collation. An IterableDataset is read from its start again
-        after going back, up to the step, and must give the same items in the same order each time.
+    dataset: map-style, of (input, target) pairs after collation. An IterableDataset is read from its start again after
+        going back, up to the step, and must give the same items in the same order each time.
     batch_size: samples of a step, over all micro-batches and replicas; the last batch of an epoch may be smaller.
     epochs: after which the data ends; None: never.
     num_workers, collate_fn: as of torch.utils.data.DataLoader; workers are processes of the feeder's.
@@ -59,7 +59,7 @@ class DataLoaderFeeder:
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._options = {"num_workers": num_workers, "collate_fn": collate_fn}
-        self._lock = threading.Lock()  # two stages ask
+        self._lock = threading.Lock()  # two stages may ask at a time
         self._due: int | None = None
         self._batches: Iterator[Any] = iter(())
         self._recent: dict[int, Any] = {}
@@ -70,7 +70,7 @@ class DataLoaderFeeder:
         """Return the (input, target) of a step, or None after the last epoch."""
         with self._lock:
             if step not in self._recent:
-                if step != self._due:  # the first one, after going back, and after an error
+                if step != self._due:  # at the start, after going back, and after an error
                     self._batches, self._recent = self._batches_from(step), {}
                 self._due = None
                 self._recent[step] = next(self._batches, None)
@@ -87,7 +87,7 @@ class DataLoaderFeeder:
         return len(self._dataset)  # type: ignore[arg-type]
 
     def _batches_from(self, step: int) -> Iterator[Any]:
-        # A generator of its own: torch's default one is the stages' as well, where all are threads.
+        # A generator of its own: in thread mode the stages use torch's default one.
         options: dict[str, Any] = {**self._options, "generator": torch.Generator()}
         if self._is_iterable:
             return itertools.islice(self._passes(options), step, None)
@@ -150,9 +150,10 @@ class _SeededDataset(Dataset[Any]):
 
 @contextlib.contextmanager
 def _drawing(number: int) -> Iterator[None]:
-    """Seed the three libraries' generators in the body; they are as before after it, as other threads use them.
+    """Seed the generators of Python, numpy and torch in the body; restore them after it, as other threads use them.
 
-    A DataLoader's worker has them for itself, and was forked while another thread may have held the lock on torch's.
+    A DataLoader's worker has generators of its own. It was forked while another thread may have held the lock on
+    torch's, so it must not take that lock.
     """
     if get_worker_info() is not None:
         random.seed(number)

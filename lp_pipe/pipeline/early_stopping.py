@@ -1,4 +1,4 @@
-"""End a training that no longer improves."""
+"""A rule that ends a training that no longer improves."""
 
 import math
 from typing import Any

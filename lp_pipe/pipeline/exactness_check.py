@@ -1,4 +1,4 @@
-"""Does a model train the same as a pipeline and in a plain loop? If not, where do the two first differ?"""
+"""Compare a model's training as a pipeline with the plain loop, and find where the two first differ."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,13 +27,13 @@ from lp_pipe.training.rng import current_microbatch
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check` has found; true if nothing differs.
+    """The result of `check`; it is true if nothing differs.
 
-    All but `equal` and `steps` say where the first difference is; None where there is none.
+    All fields but `equal` and `steps` say where the first difference is; None if there is none.
 
     layer: index of the layer whose output differs, although its inputs are equal (`microbatch` says in which). None and
         a `name`: all outputs are equal, but this parameter or buffer is not after the step (None again: the loss).
-    max_difference: the largest absolute one; infinite between other shapes.
+    max_difference: the largest absolute difference; infinite between other shapes.
     """
 
     equal: bool
@@ -55,10 +55,12 @@ class CheckReport:
 
 
 def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: Any) -> CheckReport:
-    """Train one step on each batch both ways: as a pipeline in thread mode, and in a plain loop over the micro-batches.
+    """Train one step on each batch as a pipeline (in thread mode) and in a plain loop over the micro-batches; compare
+    both.
 
-    The model's own modules stay as they are. A layer is named that depends on more than its inputs, its parameters and
-    the generator under `step_rng`: one that draws from `random` or numpy, or shares Python state with other layers.
+    The model's own modules stay as they are. The report names a layer that depends on more than its inputs, its
+    parameters and the generator under `step_rng`: one that draws from `random` or numpy, or shares Python state with
+    other layers.
 
     pipeline_options: as for `add_pipeline`, but without `inputs`.
 
@@ -79,10 +81,10 @@ def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: 
             "model with '1f1b'"
         )
     device = pipeline_options.get("device", "auto")
-    # The first stage's: on another kind of device kernels sum in another order.
+    # The device of the first stage: on another kind, kernels sum in another order.
     place = chosen_device(str(device if isinstance(device, Device) else device[0]), 0)
     with computing_with((pipeline_options.get("resources") or Resources()).threads):
-        # First: what is refused, such as an optimizer, is refused here, and not by a stage that nobody reaches then.
+        # Built before the launch: what it refuses, such as an optimizer, is then an error here and not of a stage.
         plain = PlainLoop(
             _watched(model, here),
             pipeline_options.get("microbatches", 8),
@@ -107,7 +109,7 @@ def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: 
 
 
 class _Log:
-    """What each layer has returned in each micro-batch of a step; shared by the copies of the layers."""
+    """The output of each layer in each micro-batch of a step; the copies of the layers share it."""
 
     def __init__(self) -> None:
         self.outputs: dict[int, dict[int, tuple[str, list[Tensor]]]] = {}  # by layer, then micro-batch
@@ -144,7 +146,7 @@ def _kept(tensor: Tensor) -> Tensor:
 
 
 def _strided(tensor: Any) -> Any:
-    """To be compared."""
+    """Return the tensor in a dense layout, to be compared."""
     is_sparse = isinstance(tensor, Tensor) and tensor.layout is not torch.strided
     return tensor.to_dense() if is_sparse else tensor
 
@@ -174,7 +176,7 @@ def _watch(layer: Any, index: int, log: _Log) -> Any:
 
 
 def _outputs_differ(there: _Log, here: _Log) -> CheckReport | None:
-    """The first micro-batch, and in it the first layer, that has returned something else."""
+    """Return a report of the first micro-batch, and in it the first layer, whose output differs."""
     microbatches = max((len(calls) for calls in here.outputs.values()), default=0)
     for microbatch in range(microbatches):
         for layer, calls in sorted(here.outputs.items()):
@@ -216,12 +218,12 @@ def _results_differ(losses: tuple[float, float], got: dict[str, Any], wanted: di
 
 
 def _different(max_difference: float, reason: str, **where: Any) -> CheckReport:
-    """In a step that `check` names; where: the microbatch and layer, or the name."""
+    """Return a report of a difference; `check` adds the step. where: the microbatch and layer, or the name."""
     return CheckReport(equal=False, steps=0, max_difference=max_difference, reason=reason, **where)
 
 
 def _difference(got: Sequence[Any], wanted: Sequence[Any]) -> float | None:
-    """The largest one between two lists of tensors; None: all bits are equal, or both are NaN."""
+    """Return the largest difference between two lists of tensors; None if all bits are equal (or both are NaN)."""
     if len(got) != len(wanted):
         return float("inf")
     differences = [_distance(one, other) for one, other in zip(got, wanted, strict=True) if not _same(one, other)]

@@ -1,4 +1,4 @@
-"""Which layers each stage has, on which worker, in which order: what several options of `add_pipeline` decide."""
+"""Choose the layers of each stage, its worker and the schedule, from several options of `add_pipeline`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,10 +27,12 @@ from lp_pipe.pipeline.schedule.numbers_given import is_count
 
 @dataclass(frozen=True)
 class StageLayout:
-    """cuts: of each later stage the index of its first layer. replicas: of each worker.
+    """The layers of each stage, its worker, and the schedule.
 
+    cuts: of each later stage the index of its first layer.
+    replicas: of each worker.
     name: by which the schedule can be made again, for another number of micro-batches; None: it cannot.
-    plan: where that comes from; None: from the options themselves.
+    plan: where all of it comes from; None: from the options themselves.
     """
 
     schedule: Schedule
@@ -42,11 +44,11 @@ class StageLayout:
 
     @property
     def chunks(self) -> int:
-        """Virtual stages of each worker."""
+        """The number of virtual stages of each worker."""
         return self.schedule.stages // len(self.schedule.workers)
 
     def replicas_of(self, layer: int) -> int:
-        """How many processes have this layer."""
+        """Return how many processes have this layer."""
         return self.replicas[self.schedule.placement[stage_of(layer, self.cuts)]]
 
 
@@ -59,7 +61,7 @@ def layout_of(
     replicas: int | Sequence[int],
     recompute: Recompute | None,
 ) -> StageLayout:
-    """Of a model with these layers; the options are those of `add_pipeline`.
+    """Return the layout of a model with these layers; the options are those of `add_pipeline`.
 
     Raises:
         PipelineError: the model cannot be cut so, or the options contradict each other.
@@ -80,13 +82,15 @@ def layout_of(
 
 def _refuse_replicas(replicas: int | Sequence[int]) -> None:
     if replicas != 1:
-        raise PipelineError(f"replicas={replicas!r}: the plan of stages= says how many there are; leave them out")
+        raise PipelineError(
+            f"replicas={replicas!r}: the plan in stages= has the numbers of replicas; leave this option out"
+        )
 
 
 def _cuts(sources: Sequence[Any], stages: int | Sequence[int], schedule: Schedule) -> list[int]:
     pieces = schedule.stages
     if isinstance(stages, int):
-        # One more than the parameters: layers without any should not all end up on one stage.
+        # One more than the parameters: not all layers without parameters should be on one stage.
         cuts = balanced_cuts(
             [parameter_count(source) + 1 for source in sources], pieces, pieces // len(schedule.workers)
         )
@@ -108,7 +112,9 @@ def chosen_schedule(
     chunks: int | None,
     replicas: int | Sequence[int],
 ) -> tuple[Schedule, str | None, tuple[int, ...]]:
-    """The schedule, its name if it can be made again for another number of micro-batches, each worker's replicas.
+    """Return the schedule, its name and each worker's replicas.
+
+    The name is None if the schedule cannot be made again for another number of micro-batches.
 
     Raises:
         ScheduleError: it does not exist for these numbers, is for others, or cannot be read.
@@ -131,7 +137,7 @@ def chosen_schedule(
 
 
 def _check_asked(made: Schedule, stages: int | Sequence[int] | None, microbatches: int, chunks: int | None) -> None:
-    """Refuse what contradicts a schedule that has its own numbers."""
+    """Refuse numbers that contradict a schedule that has its own."""
     workers = len(made.workers)
     if made.microbatches != microbatches:
         wrong, right = f"microbatches={microbatches}", f"use microbatches={made.microbatches}"
@@ -141,7 +147,7 @@ def _check_asked(made: Schedule, stages: int | Sequence[int] | None, microbatche
         wrong, right = f"chunks={chunks}", "leave them out"
     else:
         return
-    raise ScheduleError(f"schedule {made.name!r} with {wrong}: it is written down for other numbers: {right}")
+    raise ScheduleError(f"schedule {made.name!r} with {wrong}: it was written for other numbers: {right}")
 
 
 def _counts(replicas: int | Sequence[int], workers: int, microbatches: int) -> tuple[int, ...]:
@@ -154,7 +160,7 @@ def _counts(replicas: int | Sequence[int], workers: int, microbatches: int) -> t
         )
     if max(counts, default=0) > microbatches:
         raise PipelineError(
-            f"replicas={replicas!r} with microbatches={microbatches}: some replicas would never have any: use "
+            f"replicas={replicas!r} with microbatches={microbatches}: some replicas would have no micro-batch: use "
             f"microbatches={max(counts)} or more"
         )
     return counts
@@ -168,21 +174,22 @@ def _worker_count(stages: int | Sequence[int], chunks: int | None, schedule: str
     if pieces % per_worker:
         raise PipelineError(
             f"cut points {list(stages)} make {pieces} pieces, but every worker of {schedule!r} runs {per_worker}: "
-            f"give a number of cut points that makes a multiple of {per_worker}"
+            f"give cut points for a multiple of {per_worker} pieces"
         )
     return pieces // per_worker
 
 
 def sufficient_credits(schedule: Schedule, edges: Sequence[ScheduleEdge]) -> int:
-    """Prove the schedule, with few messages in flight where that is enough (some need one per micro-batch).
+    """Verify the schedule, and return the messages that may be in flight: few if that is enough.
 
-    With half of the credits, because a sender that has run out may not go on before so many are back.
+    Some schedules need one per micro-batch. The verifier gets half of the credits, because a sender that has run out
+    may not go on before so many are back.
     """
     try:
         _verify(schedule, _CREDITS // 2, edges)
         return _CREDITS
     except ScheduleError:
-        # So many are on one edge in all; where stages have replicas, each pair of them has its own credits.
+        # No edge has more messages; if stages have replicas, each pair of them has its own credits.
         credits = max(_CREDITS, schedule.microbatches, most_ahead(len(schedule.workers)))
         _verify(schedule, credits, edges)
         return 2 * credits
@@ -191,5 +198,5 @@ def sufficient_credits(schedule: Schedule, edges: Sequence[ScheduleEdge]) -> int
 def _verify(schedule: Schedule, credits: int, edges: Sequence[ScheduleEdge]) -> None:
     verify(schedule, credits=credits, edges=edges)
     if edges:  # evaluation sends stashed values, too
-        # Its order repeats itself after as many batches as there are workers.
+        # Its order repeats after as many batches as there are workers.
         verify(forward_on(schedule.placement, 4 * len(schedule.workers)), credits=credits, edges=edges)

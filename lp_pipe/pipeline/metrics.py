@@ -1,4 +1,4 @@
-"""Metrics that a loss function returns: how those of the micro-batches become one value of a step or an evaluation."""
+"""Metrics that a loss function returns, and how those of micro-batches become one value of a step or an evaluation."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """A metric of which the largest value stays (a number, or a tensor, element by element)."""
+    """A metric whose largest value stays (a number, or a tensor, element by element)."""
 
     value: Any
 
@@ -28,7 +28,7 @@ class Max:
 class Mean:
     """A metric that is a mean over `weight` things (positives, tokens); micro-batches count by this weight.
 
-    A plain number or tensor is a mean, too, by the weight that the micro-batch's loss has (`Model.loss_weight`).
+    A plain number or tensor is a mean too, weighted as the micro-batch's loss (`Model.loss_weight`).
     """
 
     value: Any
@@ -52,7 +52,7 @@ class Total:
         return issubclass(self.kind, Mean)
 
     def add(self, other: "Total", name: str) -> None:
-        """Take in the same metric of further micro-batches.
+        """Add the same metric of further micro-batches.
 
         Raises:
             PipelineError: it is of another kind or shape there.

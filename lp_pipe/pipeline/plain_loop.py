@@ -1,4 +1,4 @@
-"""The loop in one process that every synchronous pipeline equals to the bit."""
+"""The loop in one process to which every synchronous pipeline is equal to the bit."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,12 +26,12 @@ from lp_pipe.training.rng import backward_place, optimizer_place, step_rng
 
 
 class PlainLoop:
-    """Trains copies of a model's layers; knows no stages, schedules or channels.
+    """A training loop over copies of a model's layers, without stages, schedules or channels.
 
-    replicas_by_layer: gradients are summed in so many parts, micro-batch j in part j mod r; then the parts, in order.
-        So are buffers written in a step, each part's to its own; afterwards part 0's are everybody's.
+    replicas_by_layer: gradients are summed in so many parts, micro-batch j in part j mod r; then the parts are summed,
+        in order. Buffers written in a step belong to a part, too; after the step all have those of part 0.
     on_nan: "skip" leaves out the update of a step whose loss or gradients are not finite, and what its forwards have
-        written; only the learning rate goes on.
+        written; only the learning rate advances.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class PlainLoop:
         self._optimizer = made_optimizer(model.optimizer, list(self._parameters.items()))
         self._lr_scheduler = made_scheduler(model.lr_scheduler, self._optimizer) if model.lr_scheduler else None
         self._step = 0
-        # Of what several layers share, those of the first one.
+        # A parameter or module that several layers share counts as the first one's.
         self._replicas: dict[int, int] = {}  # by the parameter's id
-        self._modules: dict[nn.Module, int] = {}  # those with buffers
+        self._modules: dict[nn.Module, int] = {}  # modules with buffers
         for layer, replicas in zip(self._layers, replicas_by_layer, strict=True):
             for parameter in layer.parameters():
                 self._replicas.setdefault(id(parameter), replicas)
@@ -81,10 +81,10 @@ class PlainLoop:
         self._writes = ForwardWrites(self._named.modules(), self._parameters.items(), with_buffers)
 
     def step(self, batch: tuple[Any, Any]) -> float:
-        """One optimizer step; the weighted sum of the micro-batches' losses."""
+        """Take one optimizer step; return the weighted sum of the micro-batches' losses."""
         input_dims, target_dims, _ = check_dims(self._model.batch_dims)
         batch = marked(batch[0], input_dims), marked(batch[1], target_dims)
-        count(batch, self._microbatches)  # refuses what belongs to different samples
+        count(batch, self._microbatches)  # refuses tensors of different samples
         value, target = apart(batch)
         inputs = split(to_device(value, self._device), self._microbatches)
         targets = split(target, self._microbatches)
@@ -95,7 +95,7 @@ class PlainLoop:
             return self._stepped([*map(unmarked, inputs)], [*map(unmarked, targets)], weights)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """That of the trained copies, in the host's memory."""
+        """Return the state_dict of the trained copies, in the host's memory."""
         return dict(to_host(self._named.state_dict(), self._device))
 
     def _stepped(self, inputs: list[Any], targets: list[Any], weights: list[float]) -> float:
@@ -124,13 +124,13 @@ class PlainLoop:
         self._scaler.update()
         if self._lr_scheduler is not None and not wants_metric(self._lr_scheduler):
             self._lr_scheduler.step()
-        for parameter in self._parameters.values():  # also those that the optimizer does not have
+        for parameter in self._parameters.values():  # also parameters that the optimizer does not have
             parameter.grad = None
         self._step += 1
         return loss
 
     def _is_finite(self, loss: float) -> bool:
-        """Of gradients that are scaled the scaler takes care."""
+        """Return whether loss and gradients are finite; the scaler checks gradients that are scaled."""
         gradients = [parameter.grad for parameter in self._parameters.values()] if not self._scaler.is_enabled() else []
         return math.isfinite(loss) and all(gradient is None or is_finite(gradient) for gradient in gradients)
 
@@ -146,7 +146,7 @@ class PlainLoop:
                 self._modules.setdefault(module, replicas)
 
     def _copy_buffers(self) -> None:
-        """All replicas begin a step with the same."""
+        """Copy the buffers for every replica after the first: all replicas begin a step with the same ones."""
         self._buffers = {
             (module, replica): {name: b.clone() if b is not None else None for name, b in buffers_of(module).items()}
             for module, replicas in self._modules.items()
@@ -155,7 +155,7 @@ class PlainLoop:
 
     @contextmanager
     def _buffers_for(self, microbatch: int) -> Iterator[None]:
-        """In the body modules have the buffers of the replica that runs the micro-batch."""
+        """Give the modules the buffers of the replica that runs the micro-batch, in the body."""
         turns = {module: microbatch % replicas for module, replicas in self._modules.items()}
         places = [(module, replica) for module, replica in turns.items() if replica]
         firsts = [dict(buffers_of(module)) for module, _ in places]
@@ -167,7 +167,7 @@ class PlainLoop:
             _put_buffers(module, first)
 
     def _set_aside(self, microbatch: int) -> None:
-        """Begin the next micro-batch's gradients where its replica's sum is."""
+        """Let the next micro-batch add to its replica's sum of gradients."""
         for name, parameter in self._parameters.items():
             replicas = self._replicas[id(parameter)]
             if replicas > 1:

@@ -1,4 +1,4 @@
-"""A plan in the place of the stages that a program names, while that program is built: `lp_pipe launch --plan`."""
+"""A plan that replaces the stages of a program's pipeline while the program is built: `lp_pipe launch --plan`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +15,13 @@ _current: ContextVar["PlanInPlace | None"] = ContextVar("plan_in_place", default
 
 @dataclass
 class PlanInPlace:
-    """source: what errors call it, its file. group: of which pipeline; None: of a program's only one.
+    """A plan for a pipeline of the program that is being built.
 
-    pipelines: those that were added meanwhile, each as its program and group. refusal: why one could not take the plan.
-    differences: what of the plan does not count, since a program says otherwise.
+    source: the plan's file, for errors.
+    group: of the pipeline; None: the program's only one.
+    pipelines: those that were added so far, each as its program and group.
+    refusal: why a pipeline could not take the plan.
+    differences: fields of the plan that do not count, since the program decides them itself.
     """
 
     plan: Plan
@@ -29,14 +32,17 @@ class PlanInPlace:
     differences: list[tuple[Program, str]] = field(default_factory=list)
 
     def refuse(self, problem: object) -> PartitionError:
-        """The error to raise, which names the source; kept, since the program's own code may wrap it."""
+        """Return the error to raise, which names the source; it is kept, since the program's own code may wrap it."""
         self.refusal = PartitionError(f"{self.source}: {problem}")
         return self.refusal
 
     def compare(
         self, program: Program, schedule: object, recompute: object, microbatches: int, resources: Resources | None
     ) -> None:
-        """With what the program says itself, which comes first; None: it leaves that to the plan."""
+        """Note where the program's own options, which come first, differ from the plan.
+
+        None leaves an option to the plan.
+        """
         own = getattr(schedule, "name", schedule)
         if self.plan.schedule is not None and own not in (None, self.plan.schedule):
             self._differ(program, "schedule", self.plan.schedule, own)
@@ -45,39 +51,39 @@ class PlanInPlace:
         if self.plan.microbatches not in (None, microbatches):
             self._differ(program, "microbatches", self.plan.microbatches, microbatches)
         if resources is not None and resources.says_where and any(stage.hosts for stage in self.plan.stages):
-            text = f"stages: hosts: the program says itself where they go, by {resources}, which counts"
+            text = f"stages: hosts: the program itself chooses the hosts, by {resources}, which comes first"
             self.differences.append((program, f"{self.source}: {text}"))
 
     def _differ(self, program: Program, what: str, planned: object, own: object) -> None:
-        text = (
-            f"{what}: the program says {own!r}, which counts, and not the plan's {planned!r}: its memory and times are"
-        )
+        text = f"{what}: the program's {own!r} comes first, not the plan's {planned!r}: the plan's memory and times are"
         self.differences.append((program, f"{self.source}: {text} predicted for that"))
 
     def unused(self, program: Program) -> list[str]:
-        """What the program decides otherwise than the plan."""
+        """Return the fields of the plan that the program decides otherwise."""
         return [text for one, text in self.differences if one is program]
 
     def groups(self, program: Program) -> list[str]:
-        """Of the program's pipelines."""
+        """Return the groups of the program's pipelines."""
         return [group for one, group in self.pipelines if one is program]
 
     def check(self, program: Program) -> None:
-        """To be called when the program is built.
+        """Refuse a finished program none of whose pipelines has taken the plan.
 
         Raises:
-            PartitionError: none of its pipelines has taken the plan.
+            PartitionError: the program has no pipeline, or none in the plan's group.
         """
         groups = self.groups(program)
         if not groups:
-            raise self.refuse("no pipeline to plan: the program has given none to pp.add_pipeline while it was built")
+            raise self.refuse("no pipeline to plan: the program has not called pp.add_pipeline while it was built")
         if self.group is not None and self.group not in groups:
-            raise self.refuse(f"group {self.group!r} is no pipeline of the program: there is {', '.join(groups)}")
+            raise self.refuse(
+                f"group {self.group!r} is no pipeline of the program: its pipelines are in {', '.join(groups)}"
+            )
 
 
 @contextmanager
 def plan_in_place(plan: Plan, source: str, group: str | None = None) -> Iterator[PlanInPlace]:
-    """A pipeline that this thread adds to a program in the body gets the plan's stages and replicas, not its own."""
+    """Let a pipeline that this thread adds to a program in the body have the plan's stages and replicas."""
     place = PlanInPlace(plan, source, group)
     token = _current.set(place)
     try:
@@ -87,10 +93,10 @@ def plan_in_place(plan: Plan, source: str, group: str | None = None) -> Iterator
 
 
 def taken(program: Program, group: str) -> PlanInPlace | None:
-    """The plan for the pipeline of that group, which is just being added; None: it has to go by its own stages.
+    """Return the plan for the pipeline of that group, which is being added; None: it has to use its own stages.
 
     Raises:
-        PartitionError: the plan could be for an earlier pipeline of the program as well.
+        PartitionError: the plan could also be for an earlier pipeline of the program.
     """
     place = _current.get()
     if place is None:
@@ -99,23 +105,23 @@ def taken(program: Program, group: str) -> PlanInPlace | None:
     groups = place.groups(program)
     if groups.count(group) > 1 and place.group in (None, group):
         raise place.refuse(
-            f"the program has several pipelines in group {group!r}, and nothing says which one the plan is for: give "
-            "each a group of its own, add_pipeline(..., group=...), and say which (--plan-group)"
+            f"the program has several pipelines in group {group!r}, and the plan could be for any of them: give each "
+            "its own group, add_pipeline(..., group=...), and choose one (--plan-group)"
         )
     if place.group is None and len(groups) > 1:
         raise place.refuse(
-            f"the program has several pipelines, in the groups {', '.join(groups)}: say which one the plan is for "
-            "(--plan-group)"
+            f"the program has several pipelines, in the groups {', '.join(groups)}, and the plan could be for any of "
+            "them: choose one (--plan-group)"
         )
     return place if place.group in (None, group) else None
 
 
 @contextmanager
 def explained(place: PlanInPlace | None, group: str) -> Iterator[None]:
-    """What is wrong with the stages that are made in the body is wrong with the plan.
+    """Turn errors about the stages that are made in the body into errors of the plan.
 
     Raises:
-        PartitionError: that of the body, with the plan's file, the field and the group.
+        PartitionError: the error of the body, with the plan's file, the field and the group.
     """
     try:
         yield

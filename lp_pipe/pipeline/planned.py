@@ -1,4 +1,4 @@
-"""What a plan says to `add_pipeline`: cuts, replicas, and where the user says nothing, schedule and recompute."""
+"""The options that a plan sets in `add_pipeline`: cuts, replicas, and schedule and recompute by default."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from lp_pipe.pipeline.schedule import Schedule, default_chunks
 
 
 class Planned(NamedTuple):
-    """Options of `add_pipeline`."""
+    """Options of `add_pipeline` from a plan."""
 
     cuts: list[int]
     replicas: list[int]
@@ -28,11 +28,13 @@ def as_planned(
     recompute: Recompute | None,
     chunks: int | None,
 ) -> Planned:
-    """For a model of these layers. schedule, recompute: the user's, which come before the plan's.
+    """Return the options for a model of these layers.
+
+    schedule, recompute: the user's, which come before the plan's.
 
     Raises:
         PartitionError: the plan is for another model, or the user's schedule has several stages on each worker.
-        ScheduleError: the plan's schedule does not exist, also where the user's own takes its place.
+        ScheduleError: the plan's schedule does not exist, even if the user's own replaces it.
     """
     cuts = plan.cuts(layer_names(sources))
     if plan.schedule is not None:
@@ -48,7 +50,7 @@ def as_planned(
 
 
 def notes(plan: Plan, stage: int, replica: int) -> tuple[str, ...]:
-    """What a picture of the program says on the node that runs this replica of a stage."""
+    """Return what a picture of the program says on the node that runs this replica of a stage."""
     planned = plan.stages[stage]
     counted = f"{len(planned.layers)} layer{'s' if len(planned.layers) > 1 else ''}"
     lines = [
@@ -61,18 +63,18 @@ def notes(plan: Plan, stage: int, replica: int) -> tuple[str, ...]:
 
 
 def planned_host(plan: Plan | None, stage: int, replica: int) -> int | str | None:
-    """Where the plan has this replica: a name, or a place among the hosts of a launch; None: it does not say."""
+    """Return the plan's host for this replica: a name, or a number among the hosts of a launch; None without one."""
     hosts = plan.stages[stage].hosts if plan is not None else ()
     return hosts[replica] if hosts else None
 
 
 def replica_seconds(plan: Plan | None) -> tuple[float, ...]:
-    """What each stage's replicas are to take for each of their own micro-batches; nothing without a plan."""
+    """Return the predicted time of each stage's replicas for each of their own micro-batches; empty without a plan."""
     return tuple(stage.predicted_seconds * stage.replicas for stage in plan.stages) if plan is not None else ()
 
 
 def _times(stage: PlannedStage) -> list[str]:
-    """None where a person has written the plan."""
+    """Return the stage's predicted times in words; none if a person has written the plan."""
     if not stage.predicted_seconds:
         return []
     boundary = f", boundary {seconds(stage.boundary_seconds)}" if stage.boundary_seconds else ""

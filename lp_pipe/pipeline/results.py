@@ -1,4 +1,4 @@
-"""What a pipeline's operations return. Needs no torch."""
+"""The results of a pipeline's operations. Needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,22 +7,23 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step.
+    """The result of one optimizer step.
 
     step: its index, from 0, as the feeder was asked.
     loss: weighted sum of the micro-batches' losses.
     metrics: what the loss function returned beside it: of plain values the mean, weighted as the losses are, over the
-        micro-batches that have them; of pp.Sum, pp.Max and pp.Mean what these say. Floats, or tensors on the CPU.
+        micro-batches that have them; pp.Sum, pp.Max and pp.Mean as they say. Floats, or tensors on the CPU.
     seconds: from the request for the batch to the end of the update.
     utilization: for each stage worker, the share of the pipeline's time that it computed.
-    loss_scale: what the losses were multiplied by for the backwards (precision="fp16"; else 1). `loss` is without it.
+    loss_scale: what the losses were multiplied by for the backwards (precision="fp16"; otherwise 1). `loss` is without
+        it.
     skipped: the parameters are as before, because gradients were too large for that scale (the next step's is smaller),
         or because of what `why_skipped` says.
     grad_norm: of all gradients, over all stages and before they are clipped, as torch's clip_grad_norm_ returns it.
         None without `clip_grad_norm` (an infinite one only measures), and in steps that `why_skipped` explains.
     outputs: with `step(outputs=True)` the last layer's output of the whole batch, before the update; on the CPU.
     input_grad: with `step(input_grad=True)` the gradient of `loss` by the batch's input, in the input's structure; None
-        for what is no floating-point tensor.
+        for values that are no floating-point tensors.
 
     The learning rate is not in it: between two steps `PipelineClient.learning_rates()` has those of the next one.
     """
@@ -47,17 +48,17 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What a stage worker has in memory, in bytes.
+    """The memory of a stage worker, in bytes.
 
     stages: the virtual stages that it runs.
     gradient_bytes: before an update, at the end of a step or (asynchronous schedules) within it.
-    activation_bytes: the most at a time that autograd had saved for backwards, or recompute kept for them, and that
-        waited for a W; memory that several such tensors share counts once, that of parameters, buffers and batches not
-        at all.
+    activation_bytes: the largest amount at a time that autograd had saved for backwards, that recompute kept for them,
+        or that waited for a W; memory that several such tensors share counts once, that of parameters, buffers and
+        batches does not count.
     stash_bytes: the part of it that one micro-batch's forward leaves on one stage, at most.
     deferred_bytes: what an I adds to that until its W: the gradients that its layers' weights need, less what it frees.
-    weight_version_bytes: the most at a time of older weights that an asynchronous schedule keeps for its forwards and
-        backwards; parameter_bytes are those of the newest.
+    weight_version_bytes: the largest amount at a time of older weights that an asynchronous schedule keeps for its
+        forwards and backwards; parameter_bytes are those of the newest.
     """
 
     worker: int
@@ -77,8 +78,11 @@ class StageMemory:
 class Straggler:
     """A stage worker that takes much longer than expected, in seconds of computation per micro-batch.
 
-    node, host: "stages/1" and where it runs. stages: the virtual ones that it runs. since: the step after which it was
-        found. expected_by: what says so: "by the plan", "by its first steps", "by the other replicas of its stage".
+    node, host: "stages/1" and where it runs.
+    stages: the virtual stages that it runs.
+    since: the step after which it was found.
+    expected_by: the source of the expectation: "by the plan", "by its first steps", "by the other replicas of its
+        stage".
     """
 
     node: str
@@ -102,8 +106,10 @@ class Straggler:
 
 
 class NonFinite(NamedTuple):
-    """A place where a step met NaN or infinity. what: which tensor, in words. node: the stage worker.
+    """The place where a step met NaN or infinity.
 
+    what: which tensor, in words.
+    node: the stage worker.
     layer: its index in the model; the number of layers stands for the loss function.
     """
 
@@ -117,17 +123,17 @@ class NonFinite(NamedTuple):
 
 
 class EvalResult(NamedTuple):
-    """Means over the batches that were evaluated; metrics as in `StepResult`."""
+    """The means over the batches that were evaluated; metrics as in `StepResult`."""
 
     loss: float
     metrics: Mapping[str, Any]
 
 
 class StepTrace(NamedTuple):
-    """One step's actions: for each worker (action, start, end) in time.monotonic() seconds of its host.
+    """The actions of one step: for each worker (action, start, end) in time.monotonic() seconds of its host.
 
-    versions: of an asynchronous schedule, for each worker (action, version of the weights that it used), where a
-        version is the number of updates that made it.
+    versions: of an asynchronous schedule, for each worker (action, version of the weights that it used); a version is
+        the number of updates that made it.
     """
 
     step: int

@@ -32,18 +32,18 @@ from lp_pipe.training.device import CPU, autocast
 from lp_pipe.training.forward_writes import writers
 from lp_pipe.training.rng import backward_place, step_rng
 
-EVALUATION = -1  # in place of a step
+EVALUATION = -1  # in place of a step's number
 _NO_HOOKS = (
-    "torch.func's grad, vjp and jacrev do not let others have what autograd saves, as recompute and the counting of "
-    "activations do (profile, profile_memory): leave the layer out of recompute; to be profiled, let it call "
+    "torch.func's grad, vjp and jacrev do not give access to what autograd saves, which recompute and the counting of "
+    "activations (profile, profile_memory) need: leave the layer out of recompute; to profile it, let it call "
     "torch.autograd.grad(..., create_graph=True)"
 )
-_Layers = list[tuple[int, nn.Module]]  # with their indices in the model
+_Layers = list[tuple[int, nn.Module]]  # (index in the model, layer)
 _UNSEEDED = nullcontext()
 
 
 class LayerCall(NamedTuple):
-    """Which call of a layer: its index, and what for."""
+    """One call of a layer: its index, the step and the micro-batch."""
 
     layer: int
     step: int
@@ -54,9 +54,11 @@ class LayerCall(NamedTuple):
 class ActivationStash:
     """What a forward leaves for its backward.
 
-    The outputs' graph (not the outputs, which may be gone), and where the gradients of those inputs will arrive that
-    want one. By name: stashed values that other stages pop, and where the gradients of those popped here will arrive.
-    draws: step and micro-batch, of which what draws depends.
+    outputs: places in the graph of the outputs, which may themselves be gone.
+    input_gradients: where the gradients of those inputs arrive that require one.
+    stashed: by name, the places of values that other stages pop.
+    popped_gradients: by name, where the gradients of values popped here arrive.
+    draws: step and micro-batch, which random numbers depend on.
     """
 
     draws: tuple[int, int] = (EVALUATION, 0)
@@ -81,9 +83,11 @@ class _Later(NamedTuple):
 class Stage(NamedLayers):
     """Consecutive layers of the model, called one after another.
 
-    tied: parameters that other stages have, too, by the first of their names; those of earlier stages are borrowed.
-    recompute: which layers keep only their inputs until the backward. device: where they are, and compute.
-    shared_buffers: names of those that other stages have copies of, with what to say when a forward writes to one.
+    tied: parameters that other stages have too, by the first of their names; those of earlier stages are borrowed.
+    recompute: which layers keep only their inputs until the backward.
+    device: where the layers are and compute.
+    shared_buffers: names of buffers that other stages have copies of, each with the error to raise when a forward
+        writes to it.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class Stage(NamedLayers):
         self._weight_stash: dict[int, _Later] = {}
         self._node_hooks = _with_node_hooks(layers, first_layer)
         self._popped_gradients: dict[tuple[int, str], list[Tensor | None]] = {}
-        # Calls a layer in a forward of training, in the place of `call`, while somebody wants to see what it makes.
+        # A function to call in place of `call` in forwards of training, to see what a layer makes.
         self.watch: Callable[[LayerCall, nn.Module, Any, dict[str, Any]], Any] | None = None
 
     def forward(
@@ -127,13 +131,13 @@ class Stage(NamedLayers):
         skips: dict[str, Any] | None = None,
         number: int | None = None,
     ) -> Any:
-        """Train-mode forward of one micro-batch; its graph waits in the stash until `backward`.
+        """Run a train-mode forward of one micro-batch; its graph waits in the stash until `backward`.
 
-        number: by which backwards will call it; default: `microbatch`.
+        Returns the last layer's output with its graph, for the loss or for `to_message`.
 
+        number: the number by which `backward` will refer to it; `microbatch` by default.
         skips: by name, the messages with the values that this stage's Pops take from other stages; afterwards the
-        values that its Stashes have for other stages, with their graph.
-        Returns the last layer's output with its graph, for the loss, or for `to_message`.
+            values that its Stashes have for other stages, with their graph.
         """
         self._buffers.renew(are_saved=bool(self.activation_stash or self._weight_stash))
         stash = self.activation_stash[microbatch if number is None else number] = ActivationStash((step, microbatch))
@@ -143,26 +147,27 @@ class Stage(NamedLayers):
         return output
 
     def message_of(self, value: Any) -> Message:
-        """What the last forward has returned or stashed, to be sent."""
+        """Return a value that the last forward has returned or stashed as a message."""
         return to_message(value, self._storage.addresses())
 
     def run_again(self, value: Any, step: int, microbatch: int) -> Any:
-        """All layers in order, as in a forward, for whoever watches."""
+        """Call all layers in order, as in a forward, so that `watch` sees them."""
         return self._call(list(enumerate(self.layers, start=self.first_layer)), step, microbatch, value, {})
 
     def infer(self, message: Message, skips: dict[str, Any] | None = None) -> Any:
-        """Forward without a graph; the caller has set eval mode.
+        """Run a forward without a graph; the caller has set eval mode.
 
-        What draws even so draws the same for every input: an output does not depend on which others are on the way.
+        A layer that draws even in eval mode draws the same for every input, so an output does not depend on other
+        inputs in flight.
         """
         return self._run(message, EVALUATION, 0, ActivationStash(), {} if skips is None else skips)
 
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor | None], more: Roots = (), *, defer_weights: bool = False
     ) -> list[Tensor | None]:
-        """Accumulate the parameters' gradients; returns those of the forward's inputs, in order.
+        """Accumulate the parameters' gradients; return those of the forward's inputs, in order.
 
-        gradients: one for each output tensor that wanted one; None where the loss does not depend on it.
+        gradients: one for each output tensor that required one; None if the loss does not depend on it.
         more: other tensors of the stage, with gradients that have come from elsewhere.
         defer_weights: leave the parameters to `backward_weights`.
         """
@@ -172,22 +177,22 @@ class Stage(NamedLayers):
     def backward_from_loss(
         self, microbatch: int, loss: Tensor, gradient: Tensor | None = None, *, defer_weights: bool = False
     ) -> list[Tensor | None]:
-        """As `backward`, on the stage that computes the loss. gradient: the loss's own; None for 1."""
+        """Run the backward on the stage that computes the loss. gradient: the loss's own; None for 1."""
         return self._backward(microbatch, [(loss, gradient)], defer_weights)
 
     def backward_weights(self, microbatch: int, more: Roots = ()) -> None:
-        """Accumulate the gradients that a backward has deferred; frees the micro-batch's activations."""
+        """Accumulate the gradients that a backward has deferred, and free the micro-batch's activations."""
         later = self._weight_stash.pop(microbatch)
         with self._drawing(later.draws):
             later.accumulate([root for root in more if root[1] is not None])
         self._buffers.after_weights()  # the graph is in `later`
 
     def tied_parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
-        """This stage's own or borrowed ones, by the first of each one's names in the model."""
+        """Return this stage's own or borrowed parameters, by the first of each one's names in the model."""
         return [self._tied[name] for name in names]
 
     def take_gradients(self, names: Sequence[str]) -> list[Tensor | None]:
-        """What one micro-batch's backward has left for borrowed parameters, which then have none."""
+        """Return the gradients of borrowed parameters after one micro-batch's backward, and remove them."""
         borrowed = self.tied_parameters(names)
         gradients = [parameter.grad for parameter in borrowed]
         for parameter in borrowed:
@@ -195,15 +200,15 @@ class Stage(NamedLayers):
         return gradients
 
     def stashed(self, microbatch: int, name: str) -> list[GradientEdge]:
-        """Where the gradients of a value that went to another stage belong."""
+        """Return the places in the graph of a value that went to another stage."""
         return self.activation_stash[microbatch].stashed[name]
 
     def take_popped_gradients(self, microbatch: int, name: str) -> list[Tensor | None]:
-        """The gradients of a value that came from another stage, after the backward."""
+        """Return the gradients of a value that came from another stage, after the backward."""
         return self._popped_gradients.pop((microbatch, name))
 
     def discard(self) -> None:
-        """Forget the forwards and backwards that an aborted step has not finished."""
+        """Drop the forwards and backwards that an aborted step has not finished."""
         self.activation_stash.clear()
         self._weight_stash.clear()
         self._popped_gradients.clear()
@@ -239,7 +244,7 @@ class Stage(NamedLayers):
                         value = call(layer, (value,), skips)
                     else:
                         value = self.watch(LayerCall(index, step, microbatch), layer, value, skips)
-            except BaseException as error:  # layers may end in SystemExit, too
+            except BaseException as error:  # a layer may call sys.exit()
                 add_note(error, f"in layer {layer_names([layer], index)[0]}")
                 if type(error) is RuntimeError and "don't yet support saved tensor hooks" in str(error):
                     add_note(error, _NO_HOOKS)
@@ -260,14 +265,14 @@ class Stage(NamedLayers):
         elif roots and stash.is_awaited:
             if self._node_hooks is not None:
                 raise PipelineError(
-                    f"{self._node_hooks} has a hook of register_backward_hook, which would see one part of a split "
-                    "backward only: use register_full_backward_hook, or a schedule that does not split backwards, such "
-                    "as '1f1b'"
+                    f"{self._node_hooks} has a hook of register_backward_hook, which would see only one part of a "
+                    "split backward: use register_full_backward_hook, or a schedule that does not split backwards, "
+                    "such as '1f1b'"
                 )
             with self._drawing(stash.draws):
                 split = SplitBackward(roots, self._phony)
             self._weight_stash[microbatch] = _Later(stash.draws, split.accumulate)
-        else:  # no input wants a gradient, as on the first stage: nobody waits for any of this
+        else:  # no input requires a gradient, as on the first stage: no stage waits for any of this
             later = partial(backward_later, roots, held_for_later(grad for _, grad in roots))
             self._weight_stash[microbatch] = _Later(stash.draws, later)
         self._buffers.after_backward()
@@ -276,9 +281,10 @@ class Stage(NamedLayers):
         return stash.input_gradients
 
     def _drawing(self, draws: tuple[int, int]) -> AbstractContextManager[Any]:
-        """Around backwards: what draws there (noise on gradients) draws the same in every run.
+        """Return the context of a backward: what draws in it (noise on gradients) draws the same in every run.
 
-        Not on a GPU, where autograd has threads of its own: recomputed layers, which draw there, would wait for ever.
+        On a GPU, autograd has threads of its own: recomputed layers, which draw in them, would wait forever for the
+        lock.
         """
         if self._device_type != "cpu":
             return _UNSEEDED
@@ -287,7 +293,7 @@ class Stage(NamedLayers):
 
 
 def _with_node_hooks(layers: Sequence[nn.Module], first_layer: int) -> str | None:
-    """The module, in words, whose backward hook torch keeps at a node of the graph; None where there is none."""
+    """Return the module, in words, whose backward hook torch keeps at a node of the graph; None without one."""
     for index, layer in enumerate(layers, start=first_layer):
         for name, module in layer.named_modules():
             if has_node_hooks(module):
@@ -296,7 +302,10 @@ def _with_node_hooks(layers: Sequence[nn.Module], first_layer: int) -> str | Non
 
 
 class StageStorage:
-    """Parameters and buffers of some layers, and what others keep that the last forward has received."""
+    """The memory that a stage keeps: parameters and buffers of its layers, and received tensors that others keep.
+
+    An output may be a part of it, and a write to such an output would change both.
+    """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._parameters = [parameter for layer in layers for parameter in layer.parameters()]
@@ -304,22 +313,22 @@ class StageStorage:
         self.elsewhere: Sequence[ReadOnlyTensors] = ()
 
     def addresses(self) -> Collection[int]:
-        """As they are now: forwards may have given others in the place of buffers."""
-        found = {parameter.data_ptr() for parameter in self._parameters}  # all of their memory, but for views
+        """Return the present addresses: forwards may have replaced buffers."""
+        found = {parameter.data_ptr() for parameter in self._parameters}  # all of their memory, except for views
         for module in self._with_buffers:
             found |= {address_of(buffer) for buffer in buffers_of(module).values() if buffer is not None}
         for received in self.elsewhere:
             found |= received.addresses
-        found.discard(0)  # of those without any
+        found.discard(0)  # 0 stands for tensors without memory
         return found
 
 
 def stages_of(
     worker: WorkerConfig, pipeline: PipelineConfig, device: torch.device, *, owns_sources: bool
 ) -> dict[int, Stage]:
-    """Build a worker's stages; returns them by their numbers, in order.
+    """Build a worker's stages; return them by their numbers, in order.
 
-    owns_sources: ready-made modules were unpickled for this worker alone, so that they need not be copied.
+    owns_sources: ready-made modules were unpickled for this worker alone, so they need not be copied.
     """
     stages = {}
     for index, (first, sources) in sorted(worker.sources.items()):

@@ -17,8 +17,9 @@ from lp_pipe.training.buffer_snapshot import BufferPlace, BufferSnapshot, set_bu
 
 
 def own_loss(loss: Loss, device: torch.device) -> Loss:
-    """Return a copy of the loss with its buffers (weights of classes) on the device; the loss itself if it is no
-    module.
+    """Return a copy of the loss with its buffers (weights of classes) on the device.
+
+    A loss that is no module is returned itself.
     """
     return copy.deepcopy(loss).to(device) if isinstance(loss, nn.Module) else loss
 

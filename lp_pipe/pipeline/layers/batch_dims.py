@@ -1,4 +1,4 @@
-"""Where the samples are in a batch: the dimension along which each of its tensors is cut into micro-batches."""
+"""The dimension along which each tensor of a batch is cut into micro-batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from torch import Tensor
 from lp_pipe.errors import PipelineError
 from lp_pipe.private_torch import pytree
 
-Dims = Any  # an int, None for what is whole, or a dict, tuple or list of these in the structure of the value
+Dims = Any  # an int, None for a value that stays whole, or a dict, tuple or list of these in the structure of the value
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
     """A tensor whose samples lie along `dim`, or a list of samples.
 
-    is_own: the user has marked it, and not `Model.batch_dims`: then it may have several entries for each sample.
+    is_own: the user has marked it, and not `Model.batch_dims`; then it may have several entries for each sample.
     """
 
     value: Any
@@ -66,28 +66,30 @@ def marked(value: Any, dims: Dims) -> Any:
     if isinstance(dims, Sequence) and isinstance(value, tuple | list) and len(dims) == len(value):
         parts = [marked(part, dim) for part, dim in zip(value, dims, strict=True)]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    raise PipelineError(f"batch_dims says {dims!r} of a {_described(value)}: give an int, None, or its own structure")
+    raise PipelineError(
+        f"batch_dims={dims!r} does not fit a {_described(value)}: give an int, None, or the value's own structure"
+    )
 
 
 def unmarked(value: Any) -> Any:
     """Return the value without marks."""
-    if type(value) is Tensor:  # nearly always, and pytree takes its time
+    if type(value) is Tensor:  # the usual case; pytree is slow
         return value
     return pytree.tree_map(lambda leaf: leaf.value if is_leaf(leaf) else leaf, value, is_leaf=is_leaf)
 
 
 def length_of(leaf: Any) -> int | None:
-    """Return how many entries along the batch's dimension a leaf has; None for one that is not cut."""
+    """Return how many entries along the batch's dimension a leaf has; None if it is not cut."""
     if isinstance(leaf, Cut):
         return len(leaf.value) if isinstance(leaf.value, list | tuple) else int(leaf.value.shape[leaf.dim])
     return len(leaf) if isinstance(leaf, Tensor) and leaf.dim() > 0 else None
 
 
 def pieces_of(leaf: Any, microbatches: int) -> list[Any]:
-    """Return the slices of a leaf that is cut, at most so many, as torch.chunk makes them; each has the leaf's mark.
+    """Return at most `microbatches` slices of a leaf, as torch.chunk makes them; each has the leaf's mark.
 
-    A tensor's share its memory, but not its version: a layer that writes to one has not changed the others, which
-    autograd may have saved.
+    The slices of a tensor share its memory, but not its version: a layer that writes to one has not changed the others,
+    which autograd may have saved.
     """
     if not isinstance(leaf, Cut):
         return [part.data for part in leaf.chunk(microbatches)]
@@ -98,7 +100,7 @@ def pieces_of(leaf: Any, microbatches: int) -> list[Any]:
 
 
 def check_dims(batch_dims: Any) -> tuple[Dims, Dims, int]:
-    """Return `Model.batch_dims` as those of input, target and output.
+    """Return the dimensions of input, target and output that `Model.batch_dims` means.
 
     Raises:
         PipelineError: it is neither an int nor (input, target) or (input, target, output).
@@ -113,8 +115,8 @@ def check_dims(batch_dims: Any) -> tuple[Dims, Dims, int]:
         if isinstance(output, int):
             return first, second, output
     raise PipelineError(
-        f"batch_dims must be an int, (input, target) or (input, target, output), got {batch_dims!r}: each an int, None "
-        "for what all micro-batches get as it is, or a dict, tuple or list of these"
+        f"batch_dims must be an int, (input, target) or (input, target, output), got {batch_dims!r}: each is an int, "
+        "None for a value that all micro-batches get whole, or a dict, tuple or list of these"
     )
 
 
@@ -126,7 +128,8 @@ def _described(value: Any) -> str:
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, Mapping | Sequence) else type(value).__name__
 
 
-# As nodes, so that what looks at a batch's tensors finds those inside; what cuts a batch stops at the marks (is_leaf).
+# Registered as nodes, so that code that looks for a batch's tensors finds those inside; code that cuts a batch stops at
+# the marks (is_leaf).
 pytree.register_pytree_node(
     Cut, lambda cut: ([cut.value], (cut.dim, cut.is_own)), lambda values, context: Cut(*values, *context)
 )

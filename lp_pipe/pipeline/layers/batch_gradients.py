@@ -1,4 +1,4 @@
-"""Gradients and outputs of a whole batch: what `step(outputs=True, input_grad=True)` gives back."""
+"""Gradients and outputs of a whole batch, for `step(outputs=True, input_grad=True)`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,8 @@ def without_graph(value: Any, target: Any, *, input_grad: bool) -> Any:
     """Return the batch's input detached.
 
     Raises:
-        PipelineError: a tensor of the input wants a gradient that nothing asks for, or one of the target wants any.
+        PipelineError: a tensor of the input requires a gradient that was not asked for, or one of the target requires
+            any.
     """
     if any(leaf.requires_grad for leaf in tensors_of(target)):
         raise PipelineError(
@@ -36,9 +37,9 @@ def without_graph(value: Any, target: Any, *, input_grad: bool) -> Any:
 
 
 def with_gradient(value: Any) -> Message:
-    """Return a micro-batch's input as a message whose tensors want gradients, as far as they can have one.
+    """Return a micro-batch's input as a message whose tensors require gradients, if they can have one.
 
-    The tensors are new objects, and no views: autograd marks them as results, and several micro-batches may share one.
+    The tensors are new objects and no views: autograd marks them as results, and several micro-batches may share one.
     """
     once = {id(tensor): tensor.data for tensor in tensors_of(value)}
     value = pytree.tree_map(lambda leaf: once.get(id(leaf), leaf), value)
@@ -48,8 +49,10 @@ def with_gradient(value: Any) -> Message:
 def gradients_of(value: Any, gradients: Sequence[Tensor | None], scale: float | None) -> Any:
     """Return a micro-batch's input with each tensor replaced by its gradient.
 
-    Zeros take the place of what the loss does not depend on, None of what can have no gradient.
-    gradients: of the tensors that want one. scale: the factor of the loss that they still have.
+    It is zeros if the loss does not depend on the tensor, and None if the tensor can have no gradient.
+
+    gradients: those of the tensors that require one.
+    scale: the factor of the loss that is still in the gradients.
     """
     wanted = [tensor for tensor in tensors_of(value) if _is_differentiable(tensor)]
     found = {
@@ -60,12 +63,12 @@ def gradients_of(value: Any, gradients: Sequence[Tensor | None], scale: float | 
 
 
 def detached_copy(value: Any) -> Any:
-    """Return a stage's output as values of its own."""
+    """Return a copy of a stage's output without its graph."""
     return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def joined_outputs(parts: Mapping[int, Any], dim: int) -> Any:
-    """Return the micro-batches' outputs, by index, as one of the whole batch: tensors one behind the other along `dim`.
+    """Return the outputs of micro-batches, by index, as one output of the batch: tensors are joined along `dim`.
 
     Raises:
         PipelineError: the micro-batches have outputs of different structures.
@@ -73,7 +76,7 @@ def joined_outputs(parts: Mapping[int, Any], dim: int) -> Any:
     values = [pytree.tree_flatten(parts[index]) for index in sorted(parts)]
     specs = [spec for _, spec in values]
     if any(spec != specs[0] for spec in specs):
-        raise PipelineError("outputs=True needs an output of one structure for all micro-batches of the step")
+        raise PipelineError("outputs=True needs outputs of the same structure from all micro-batches of the step")
     leaves = zip(*(leaves for leaves, _ in values), strict=True)
     return pytree.tree_unflatten([_joined(slices, dim) for slices in leaves], specs[0])
 
@@ -81,7 +84,9 @@ def joined_outputs(parts: Mapping[int, Any], dim: int) -> Any:
 def joined_gradients(parts: Mapping[int, Any], value: Any) -> Any:
     """Return the micro-batches' gradients as one of the whole input, in the order of their indices.
 
-    Those of what every micro-batch got whole are added up. value: the batch's input, with its marks.
+    Gradients of a value that every micro-batch got whole are added up.
+
+    value: the batch's input, with its marks.
     """
     marks, spec = pytree.tree_flatten(value, is_leaf=is_leaf)
     leaves = zip(*(pytree.tree_leaves(parts[index], is_leaf=_is_none) for index in sorted(parts)), strict=True)

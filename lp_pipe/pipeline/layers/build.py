@@ -1,4 +1,4 @@
-"""Make the modules of one stage from what the model says, and count the parameters of all without keeping them."""
+"""Build the modules of one stage from the model's description, and count parameters without keeping them."""
 
 import contextlib
 import copy
@@ -21,13 +21,13 @@ from lp_pipe.training.rng import layer_rng
 
 
 def build_layers(sources: Sequence[Any], first_layer: int, seed: int, *, adopt: bool = False) -> list[nn.Module]:
-    """The stage's own modules: ready-made ones are copied, parameters shared between them stay shared.
+    """Return the stage's own modules: ready-made ones are copied, and parameters shared between them stay shared.
 
-    adopt: ready-made modules are taken as they are.
+    adopt: take ready-made modules as they are.
 
     Raises:
-        PipelineError: a factory returned something else than a module, one whose parameters have no shape, or one that
-            was made under torch.inference_mode().
+        PipelineError: a factory returned something else than a module, a module with a parameter without a shape, or
+            one that was made under torch.inference_mode().
     """
     functions: dict[Callable[[], Any], list[nn.Module]] = {}
     layers: list[nn.Module] = []
@@ -40,7 +40,7 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int, *, adopt: 
             if source.function not in functions:
                 functions[source.function] = built_by_function(source.function, seed)
             layer = functions[source.function][source.index]
-            if layer is source.module:  # the function gives the same modules each time: they are the user's
+            if layer is source.module:  # the function returns the same modules each time: they are the user's
                 ready.append(len(layers))
         else:
             layer = source
@@ -56,13 +56,13 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int, *, adopt: 
 
 
 def are_exclusive(sources: Sequence[Any]) -> bool:
-    """Return whether only `sources` lead to their modules and tensors, so that no copy is needed to train them.
+    """Return whether only `sources` refer to their modules and tensors, so that no copy is needed to train them.
 
-    Otherwise something beside the stage has them too (another stage of the worker, the loss, a hook) and must not see
-    them change, as it does not in thread mode. References that are found from `sources` are compared with all others.
+    Otherwise something else refers to them too (another stage of the worker, the loss, a hook) and must not see them
+    change, as it does not in thread mode. References found from `sources` are compared with all others.
     """
     found: Counter[int] = Counter()
-    alone = 0  # of which `reached` has the only reference; each other value has as many from this function
+    alone = 0  # an object to which only `reached` refers: the others have as many references from this function
     reached: dict[int, Any] = {alone: object()}
     pending: list[Any] = [sources]
     while pending:
@@ -77,7 +77,7 @@ def are_exclusive(sources: Sequence[Any]) -> bool:
 
 
 def _referents(value: Any) -> Sequence[Any]:
-    """Return what deepcopy would look into; of a function, also what it captured."""
+    """Return what deepcopy would look into; for a function, also its captured variables."""
     if isinstance(value, types.FunctionType):
         return value.__closure__ or ()
     if isinstance(value, (type, types.ModuleType, types.FrameType)):
@@ -86,10 +86,11 @@ def _referents(value: Any) -> Sequence[Any]:
 
 
 def copied(modules: list[nn.Module]) -> list[nn.Module]:
-    """What a module keeps of a forward (weight_norm's weight, the last attention) is copied without its graph.
+    """Return copies of the modules.
 
-    Sparse buffers are cloned: torch's deepcopy cannot copy the compressed layouts. Attributes of parameters come along,
-    which torch's leaves out: optimizers are made by them (`_no_weight_decay`).
+    What a module keeps of a forward (weight_norm's weight, the last attention) is copied without its graph. Sparse
+    buffers are cloned: torch's deepcopy cannot copy the compressed layouts. Attributes of parameters are copied too,
+    which torch leaves out: some optimizers read them (`_no_weight_decay`).
     """
     attributes = [value for layer in modules for module in layer.modules() for value in vars(module).values()]
     kept = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
@@ -97,20 +98,23 @@ def copied(modules: list[nn.Module]) -> list[nn.Module]:
     memo: dict[int, Any] = {id(value): value.detach().clone() for value in kept}
     copies = copy.deepcopy(modules, memo)
     for parameter in nn.ModuleList(modules).parameters():
-        if id(parameter) in memo:  # a module may have a __deepcopy__ of its own
+        if id(parameter) in memo:  # not in memo if a module has its own __deepcopy__
             vars(memo[id(parameter)]).update(copy.deepcopy(vars(parameter), memo))
     return copies
 
 
 def parameter_count(source: Any) -> int:
-    """Numbers in the parameters of a layer; a factory is run on the meta device, if it can be, to allocate nothing."""
+    """Return how many numbers a layer's parameters have.
+
+    A factory runs on the meta device if it can, to allocate nothing.
+    """
     module = outlined(source)
     refuse_lazy(module, "a layer")
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def outlined(source: Any) -> nn.Module:
-    """The layer, to be looked at only: a factory's has no numbers in its parameters if that is possible."""
+    """Return the layer as a module to look at; if possible, that of a factory has no numbers in its parameters."""
     module: Any = source.module if isinstance(source, FromFunction) else source
     is_built = module.is_built if isinstance(module, Wrapper) else isinstance(module, nn.Module)
     return module if is_built else _built_on_meta(module)
@@ -122,14 +126,17 @@ def _built(layer: Layer | Wrapper) -> nn.Module:
         raise PipelineError(f"the factory of {layer!r} returned {module!r}, which is no nn.Module")
     if isinstance(layer, Layer) and isinstance(module, Skip):
         kind = f"pp.{type(module).__name__}({module.name!r}, "
-        raise PipelineError(f"{layer!r} makes a {kind}…): write {kind}pp.Layer(…)), so that its name is known before")
+        raise PipelineError(
+            f"{layer!r} makes a {kind}…): write {kind}pp.Layer(…)), so that the name is known before the stage builds "
+            "it"
+        )
     return module
 
 
 def _built_on_meta(layer: Layer | Wrapper) -> nn.Module:
-    with layer_rng(0, 0):  # so that the caller's random state stays as it is
-        # It may look at values, as `linspace(...).tolist()` or numpy does. If that is not why it fails, it does so
-        # again, and the first failure, which may be the meta device's, is not told with the second.
+    with layer_rng(0, 0):  # leaves the caller's random state as it is
+        # The factory may look at values, as `linspace(...).tolist()` or numpy does, which fails on the meta device. If
+        # that is not the reason, it fails again, and only the second error is raised.
         with contextlib.suppress(Exception), torch.device("meta"):
             return _built(layer)
         return _built(layer)

@@ -1,4 +1,4 @@
-"""Where a sequence of layers is cut into stages. Needs no torch."""
+"""Cut points between the layers of a model. Needs no torch."""
 
 import operator
 from collections.abc import Sequence
@@ -8,14 +8,15 @@ from lp_pipe.errors import PipelineError
 
 
 def balanced_cuts(weights: Sequence[float], stages: int, chunks: int = 1) -> list[int]:
-    """Cut points that make the heaviest of `stages` consecutive, non-empty runs as light as possible.
+    """Return cut points that make the heaviest of `stages` consecutive, non-empty runs as light as possible.
 
-    A cut point is the index of a stage's first layer; there are stages - 1. Exact, by dynamic programming over
-    (number of stages, layers so far); among equal optima the earlier cuts win. chunks: how many of the stages each
-    worker has, for the error.
+    A cut point is the index of a stage's first layer; there are stages - 1. The method is exact: dynamic programming
+    over (number of stages, layers so far). Among equal optima the earlier cuts win.
+
+    chunks: how many of the stages each worker has, for the error.
 
     Raises:
-        PipelineError: fewer layers than stages.
+        PipelineError: there are fewer layers than stages.
     """
     layers = len(weights)
     if not 1 <= stages <= layers:
@@ -44,7 +45,7 @@ def balanced_cuts(weights: Sequence[float], stages: int, chunks: int = 1) -> lis
 def _what_can_be(layers: int, stages: int, chunks: int) -> str:
     if chunks == 1:
         return f": ask for 1 to {layers} stages, or split a layer"
-    # What people ask for is a number of workers, and add_pipeline calls that stages.
+    # Users give a number of workers, which add_pipeline calls stages.
     fewer = f"stages={layers // chunks} or fewer, " if layers >= chunks else ""
     return (
         f", {chunks} for each of {stages // chunks} workers: "
@@ -53,12 +54,12 @@ def _what_can_be(layers: int, stages: int, chunks: int) -> str:
 
 
 def stage_of(layer: int, cuts: Sequence[int]) -> int:
-    """The stage that has a layer."""
+    """Return the stage that has a layer."""
     return sum(cut <= layer for cut in cuts)
 
 
 def check_cuts(cuts: Sequence[int], layers: int) -> list[int]:
-    """Cut points as a list, if every stage gets at least one layer.
+    """Return the cut points as a list if every stage gets at least one layer.
 
     Raises:
         PipelineError: they are not increasing, outside 1 … layers - 1, or no whole numbers.

@@ -1,4 +1,4 @@
-"""What torch.export decides once, by the example: branches on sizes, and on dtypes."""
+"""Decisions that torch.export takes once, by the example: branches on sizes, and on dtypes."""
 
 import re
 import sys
@@ -32,9 +32,9 @@ class Branch(NamedTuple):
 
 
 def branches_of(placeholders: list[fx.Node]) -> tuple[Branch, ...]:
-    """The branches of forward, of its submodules and of torch.nn, on sizes that may change.
+    """Return the branches on sizes that may change, of forward, of its submodules and of torch.nn.
 
-    torch's operations ask for sizes, too, but are written down whole: what they do is decided again in each call.
+    torch's operations ask for sizes too, but they are in the graph as a whole and decide again in each call.
     """
     sizes = [
         size for node in placeholders if isinstance(node.meta.get("val"), Tensor) for size in node.meta["val"].shape
@@ -54,7 +54,10 @@ def branches_of(placeholders: list[fx.Node]) -> tuple[Branch, ...]:
 
 
 def is_branch(file: str | None) -> bool:
-    """Whether what this file asks decides what is computed; what torch's operations ask is asked again in each call."""
+    """Return whether a question from this file decides what is computed.
+
+    torch's operations ask again in each call.
+    """
     if file is None:
         return False
     path = Path(file)
@@ -66,7 +69,10 @@ _AS_ANOTHER = (Tensor.to, Tensor.type_as)
 
 
 class AskedDtypes(TorchFunctionMode):
-    """In the body torch.export notes in its graph what forward learns about the dtypes of floating-point tensors."""
+    """A mode in which torch.export notes in its graph what forward learns about dtypes of floating-point tensors.
+
+    torch.export writes down the answers for the example, but autocast may give others.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asked = args[0] if function == _DTYPE else _other(args) if function in _AS_ANOTHER else None
@@ -76,12 +82,13 @@ class AskedDtypes(TorchFunctionMode):
 
 
 def check_as_asked(root: fx.GraphModule) -> None:
-    """Make of each note in the graph, and of torch.export's own at conversions, a check that names its line.
+    """Turn each note in the graph, and those of torch.export at conversions, into a check that names its line.
 
-    A conversion that changed nothing gave forward the same tensor: behind it the graph has its result for both.
+    A conversion that changed nothing gave forward the same tensor, and the graph uses its result for both.
     """
     for module in (module for module in root.modules() if isinstance(module, fx.GraphModule)):
-        known = ("get_attr", "placeholder") if module is root else ("get_attr",)  # parameters, and inputs of the batch
+        # nodes with a known dtype: parameters, and inputs of the batch
+        known = ("get_attr", "placeholder") if module is root else ("get_attr",)
         for note in dtype_notes(module.graph):
             asked, dtype = note.args[0], _noted(note)
             if dtype is not None and asked.op not in known:
@@ -92,17 +99,18 @@ def check_as_asked(root: fx.GraphModule) -> None:
 
 
 def same_dtype(tensor: Tensor, dtype: torch.dtype, where: str) -> None:
-    """
+    """Refuse a tensor of another dtype than the example's, on which forward depends.
+
     Raises:
-        PipelineError: forward would go on otherwise with this tensor than it did with the example.
+        PipelineError: the error names the line of forward, and both dtypes.
     """
     if tensor.dtype != dtype:
         precision = tensor.dtype if tensor.dtype != torch.float32 else dtype
         under = "without" if tensor.dtype == torch.float32 else "under"
         raise PipelineError(
             f"{where} asks for the dtype of a tensor, or converts it: it was {dtype} when the module was split and is "
-            f"{tensor.dtype} in this pipeline, with which the module would compute otherwise: call pp.split() {under} "
-            f"torch.autocast(device_type, {precision})"
+            f"{tensor.dtype} in this pipeline, with which the module would compute something else: call pp.split() "
+            f"{under} torch.autocast(device_type, {precision})"
         )
 
 
@@ -112,7 +120,7 @@ def _other(args: tuple[Any, ...]) -> Tensor | None:
 
 def _file_of_caller() -> str:
     frame: Any = sys._getframe(2)
-    while frame.f_code.co_name == "__torch_function__":  # modes of torch.export
+    while frame.f_code.co_name == "__torch_function__":  # skip the modes of torch.export
         frame = frame.f_back
     return str(frame.f_code.co_filename)
 

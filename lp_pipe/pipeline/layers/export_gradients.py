@@ -16,14 +16,16 @@ from torch.overrides import TorchFunctionMode
 from lp_pipe.errors import PipelineError
 from lp_pipe.private_torch import function_behind, grad_mode_set_by, hooks_of, pytree, saved_tensors_pack_hook
 
-# Besides those in torch._library, for custom_op, and the like, which are operations of the graph: one of
-# torch.utils.checkpoint, whose gradient is what the graph's is.
+# torch.utils.checkpoint's function, whose gradient is the graph's. Functions in torch._library, for custom_op and the
+# like, are operations of the graph, and are left out by their module.
 _HARMLESS = ("_NoopSaveInputs",)
 
 
 @contextmanager
 def own_gradients_refused(module: nn.Module) -> Iterator[None]:
-    """The body traces `module`, whose graph will have the operations of forward and their gradients, no others.
+    """Trace `module` in the body, and refuse a backward of the user's own.
+
+    The graph has the operations of forward and their gradients, no others.
 
     Raises:
         PipelineError: the module has a backward of its own somewhere.
@@ -34,7 +36,7 @@ def own_gradients_refused(module: nn.Module) -> Iterator[None]:
     seen = _OwnGradients()
 
     def look(_: nn.Module, __: Any, output: Any) -> None:
-        seen.functions |= dict.fromkeys(_functions_behind(output))  # also those that call nothing of torch's
+        seen.functions |= dict.fromkeys(_functions_behind(output))  # also functions that call no operation of torch's
 
     handle = module.register_forward_hook(look)
     try:
@@ -51,9 +53,10 @@ def own_gradients_refused(module: nn.Module) -> Iterator[None]:
 
 
 class _OwnGradients(TorchFunctionMode):
-    """In the body it sees hooks of tensors, and what runs in the forward of a torch.autograd.Function.
+    """A mode that sees hooks of tensors, and what runs in the forward of a torch.autograd.Function.
 
-    Also where nothing wants a gradient yet: an input, which may come from a layer that is trained, or what is frozen.
+    It sees them even if nothing requires a gradient yet: an input may come from a layer that is trained, and frozen
+    parameters may be trained later.
     """
 
     def __init__(self) -> None:
@@ -61,12 +64,12 @@ class _OwnGradients(TorchFunctionMode):
         self.hooks = 0
         self.hooks_of_saved = False
         self.functions: dict[str, None] = {}
-        self._is_recorded = True  # outside of torch.no_grad()
+        self._is_recorded = True  # whether autograd records
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.hooks += function is Tensor.register_hook
         for_saved = saved_tensors_pack_hook()
-        if for_saved is not None:  # a builtin has no module, or None
+        if for_saved is not None:  # a builtin has no module, or None as its module
             self.hooks_of_saved |= not str(getattr(for_saved, "__module__", None)).startswith("torch.")
         grad_mode = grad_mode_set_by(function, args)
         if grad_mode is not None:
@@ -87,7 +90,7 @@ def _functions_around(frame: FrameType | None) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=1)
 def _own_forwards(_number: int) -> dict[CodeType, str]:
-    """Return the names of all functions but torch's, by the code of their forwards. _number: changes with them."""
+    """Return the names of all functions but torch's, by the code of their forwards. _number: the cache's key."""
     found: dict[CodeType, str] = {}
     waiting = torch.autograd.Function.__subclasses__()
     while waiting:
@@ -134,6 +137,6 @@ def _is_own(function: type[torch.autograd.Function]) -> bool:
 
 def _refusal(module: nn.Module, what: str) -> PipelineError:
     return PipelineError(
-        f"{type(module).__name__} cannot be split: torch.export would leave out {what}, and the pieces would train "
-        "otherwise. Make it a torch.library.custom_op with register_autograd, or write the layers by hand"
+        f"{type(module).__name__} cannot be split: torch.export would leave out {what}, and the pieces would train in "
+        "another way. Make it a torch.library.custom_op with register_autograd, or write the layers by hand"
     )

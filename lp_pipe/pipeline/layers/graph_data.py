@@ -1,7 +1,7 @@
 """A graph of operations as data, to be pickled.
 
-torch itself unpickles a graph by tracing its code, and runs what depends on no input: the numbers of a `torch.rand(8)`
-would be the same ever after, and a `torch.zeros(8)` that forward adds to would go on with what it has.
+torch itself unpickles a graph by tracing its code, and runs what depends on no input. The numbers of a `torch.rand(8)`
+would then be the same in each call, and a `torch.zeros(8)` that forward adds to would keep its sum.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _OVERLOAD = type(torch.ops.aten.add.Tensor)
 
 @dataclass(frozen=True)
 class _Operation:
-    """One of torch's, by its names: aten, add, Tensor."""
+    """An operation of torch, by its names: aten, add, Tensor."""
 
     names: tuple[str, ...]
 
@@ -29,7 +29,7 @@ class _Operation:
 
 @dataclass(frozen=True)
 class _ResultOf:
-    """Of the operation at this position, in the place of its node."""
+    """The result of the operation at this position; stands in place of its node."""
 
     position: int
 
@@ -43,14 +43,14 @@ class _Line(NamedTuple):
 
 
 class GraphData(NamedTuple):
-    """attributes: the blocks of a torch.no_grad() and the like, by their names."""
+    """A graph: its operations, and the blocks of torch.no_grad() and the like, by their names."""
 
     lines: tuple[_Line, ...]
     attributes: dict[str, "GraphData"]
 
 
 def data_of(module: fx.GraphModule) -> GraphData:
-    """What `graph_of` makes the same graph of."""
+    """Return the data from which `graph_of` makes the same graph."""
     positions: dict[Any, Any] = {node: _ResultOf(position) for position, node in enumerate(module.graph.nodes)}
 
     def line(node: fx.Node) -> _Line:
@@ -65,7 +65,7 @@ def data_of(module: fx.GraphModule) -> GraphData:
 
 
 def graph_of(data: GraphData) -> fx.GraphModule:
-    """The graph, each of whose operations will run when it is called."""
+    """Return the graph, each of whose operations runs when it is called."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
     for line in data.lines:

@@ -10,29 +10,30 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.piece import tensor_at
 from lp_pipe.private_torch import schema_arguments
 
-_CHANGED_BUFFERS = ("running_mean", "running_var")  # arguments that batch_norm writes to; its schema does not say so
+# batch_norm writes to these arguments, which its schema does not say
+_CHANGED_BUFFERS = ("running_mean", "running_var")
 
-_Memory = dict[fx.Node, fx.Node]  # for every value the first one whose memory it shares
+_Memory = dict[fx.Node, fx.Node]  # maps each value to the first one whose memory it shares
 
 
 def changed_state(
     root: nn.Module, placeholders: list[fx.Node], cuts: Sequence[list[fx.Node]], own: set[str]
 ) -> list[set[str]]:
-    """For each piece names of the state that it writes to, such as a BatchNorm's statistics.
+    """Return, for each piece, the names of the state that it writes to, such as a BatchNorm's statistics.
 
-    Through views of it, too, which an earlier piece may have made.
+    Writes through views count, also through views that an earlier piece has made.
 
     own: names of the module's parameters and buffers.
 
     Raises:
-        PipelineError: it writes to another tensor of the module's, of which each piece has one of its own.
+        PipelineError: a piece writes to another tensor of the module's, of which each piece has its own copy.
     """
     memory = _memory(root, placeholders, [node for nodes in cuts for node in nodes])
     found = [{str(first.target) for first in _changed(root, nodes, memory) if first.op == "get_attr"} for nodes in cuts]
     for name in sorted(set().union(*found) - own):
         raise PipelineError(
-            f"forward writes to {name!r}, a tensor of the module's that is no buffer, of which evaluations, "
-            "checkpoints and other pieces know nothing: make it one (self.register_buffer)"
+            f"forward writes to {name!r}, a tensor of the module's that is no buffer, so evaluations, checkpoints and "
+            "other pieces do not see it: make it one (self.register_buffer)"
         )
     return found
 
@@ -40,12 +41,14 @@ def changed_state(
 def refuse_shared_memory(
     root: nn.Module, placeholders: list[fx.Node], cuts: Sequence[list[fx.Node]], alive: Sequence[list[fx.Node]]
 ) -> None:
-    """Two values that share memory arrive apart: a later piece that writes to one would not change the other.
+    """Refuse values that share memory on the way between pieces if a later piece writes to one of them.
 
-    alive: for each piece, what comes from pieces before it.
+    They arrive in memory of their own, so a write to one would not change the other.
+
+    alive: for each piece, the values that come from pieces before it.
 
     Raises:
-        PipelineError: a later piece does so.
+        PipelineError: a later piece writes to such a value.
     """
     memory = _memory(root, placeholders, [node for nodes in cuts for node in nodes])
     for index in range(1, len(alive)):
@@ -61,12 +64,12 @@ def refuse_shared_memory(
 
 
 def _changed(root: nn.Module, nodes: Iterable[fx.Node], memory: _Memory) -> set[fx.Node]:
-    """The firsts of the memories that these operations write to."""
+    """Return the first values of the memories that these operations write to."""
     return {memory.get(written, written) for node in nodes for written in _written(root, node)}
 
 
 def _written(root: nn.Module, node: fx.Node) -> list[fx.Node]:
-    """What an operation writes to in place; for the block of a torch.no_grad() or the like, what that does."""
+    """Return the values that an operation writes to in place, also in its blocks (torch.no_grad() and the like)."""
     found: list[fx.Node] = []
     for argument, given in _arguments(node):
         if argument.name in _CHANGED_BUFFERS or (argument.alias_info and argument.alias_info.is_write):
@@ -78,14 +81,14 @@ def _written(root: nn.Module, node: fx.Node) -> list[fx.Node]:
 
 
 def _arguments(node: fx.Node) -> list[tuple[Any, Any]]:
-    """The arguments of an operation, as its schema describes them, and what they are given."""
+    """Return the arguments of an operation, as its schema describes them, each with its value."""
     arguments = schema_arguments(node.target)
     named = [(argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs]
     return [*zip(arguments, node.args, strict=False), *named]
 
 
 def _blocks(root: nn.Module, node: fx.Node) -> Iterator[tuple[fx.GraphModule, dict[fx.Node, fx.Node]]]:
-    """The bodies that an operation is given, with what their inputs are outside."""
+    """Yield the blocks that an operation is given, each with the outer values of its inputs."""
     for place, given in enumerate(node.args):
         body = tensor_at(root, str(given.target)) if isinstance(given, fx.Node) and given.op == "get_attr" else None
         if isinstance(body, fx.GraphModule):
@@ -94,9 +97,9 @@ def _blocks(root: nn.Module, node: fx.Node) -> Iterator[tuple[fx.GraphModule, di
 
 
 def _memory(root: nn.Module, placeholders: list[fx.Node], nodes: Iterable[fx.Node]) -> _Memory:
-    """As the operations' schemas say."""
+    """Return the memory of each value, by the operations' schemas."""
     memory = {node: node for node in placeholders}
-    results: dict[Any, Any] = {}  # of blocks, the values outside of which they are views
+    results: dict[Any, Any] = {}  # for each block, the outer values of which its results are views
     for node in nodes:
         sources = [given for argument, given in _arguments(node) if argument.alias_info]
         if node.target is operator.getitem:

@@ -1,4 +1,4 @@
-"""What travels from stage to stage: tensors without their graph."""
+"""Messages between stages: tensors without their graph."""
 
 import types
 from collections import deque
@@ -14,14 +14,15 @@ from lp_pipe.private_torch import hooks_of, is_view, pytree
 
 
 class Message(NamedTuple):
-    """Made twice in every action, so a named tuple: a frozen dataclass takes four times as long.
+    """A value without its graph, as it travels from stage to stage.
 
-    `wants_gradient` has an entry for each tensor of the value, in pytree order; repeated ones count once.
+    A named tuple, because it is made twice in every action: a frozen dataclass takes four times as long.
 
-    is_view: likewise, or empty: whether autograd knows it as a view, such as Linear's output of three dimensions. What
-        a layer writes to such a tensor has another backward: gradients pass in the layout of what it is a view of.
-    overlapping: positions of those to which nobody must write, because another one had a part of the same memory, or
-        what its sender keeps; or because it is a view with a hook, which autograd forgets where one writes to it.
+    wants_gradient: whether each tensor of the value requires a gradient, in pytree order; repeated ones count once.
+    is_view: likewise, or empty: whether autograd knows the tensor as a view, such as Linear's output of three
+        dimensions. A write to a view has another backward: gradients pass in the layout of its base.
+    overlapping: positions of tensors to which no layer may write: another tensor had a part of the same memory, or the
+        sender keeps it; or the tensor is a view with a hook, which autograd forgets at a write.
     """
 
     value: Any
@@ -31,7 +32,7 @@ class Message(NamedTuple):
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """To be sent; `Message(*parts)` is the message again. Mostly two: each one more takes time in every message."""
+        """The fields to be sent; `Message(*parts)` is the message again. Mostly two, because each one takes time."""
         if self.overlapping:
             return self.value, self.wants_gradient, self.is_view, self.overlapping
         return (self.value, self.wants_gradient, self.is_view) if self.is_view else (self.value, self.wants_gradient)
@@ -39,9 +40,9 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class _Again:
-    """In the place of a tensor that the value holds already, as leaf `position`.
+    """A mark in place of a tensor that the value holds already, as leaf `position`.
 
-    Two tensors at the other end would have two gradients, to be added up here in another order than one process does.
+    Two tensors at the other end would have two gradients, added up here in another order than in one process.
     """
 
     position: int
@@ -50,12 +51,12 @@ class _Again:
 def to_message(value: Any, kept: Collection[int] = ()) -> Message:
     """Cut a stage's output from its graph, to be sent to the next stage. It shares the output's memory.
 
-    kept: addresses of memory that is the sender's parameters and buffers.
+    kept: addresses of the memory of the sender's parameters and buffers.
 
     Raises:
-        PipelineError: an object that is no container hides tensors that want a gradient.
+        PipelineError: an object that is no container holds tensors that require a gradient.
     """
-    if type(value) is Tensor:  # nearly always, and pytree takes its time
+    if type(value) is Tensor:  # the usual case; pytree is slow
         is_unwritten = lies_in(value, kept) or _is_hooked_view(value)
         views = (True,) if is_view(value) else ()
         return Message(value.detach(), (value.requires_grad,), views, (0,) if is_unwritten else ())
@@ -81,19 +82,19 @@ def to_message(value: Any, kept: Collection[int] = ()) -> Message:
 
 
 def with_repeats(leaves: list[Any]) -> list[Any]:
-    """The leaves of a message's value as the sender's stage had them."""
+    """Return the leaves of a message's value as the sender's stage had them."""
     return [leaves[leaf.position] if isinstance(leaf, _Again) else leaf for leaf in leaves]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Each tensor of a value once, in pytree order."""
+    """Return each tensor of a value once, in pytree order."""
     if type(value) is Tensor:
         return [value]
     return list({id(leaf): leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}.values())
 
 
 def _is_hooked_view(tensor: Tensor) -> bool:
-    """Behind a cut the hook would be called, whatever is written there."""
+    """Return whether the tensor is a view with a hook: behind a cut the hook would be called even after a write."""
     return bool(hooks_of(tensor, "backward")) and is_view(tensor)
 
 
@@ -102,17 +103,20 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
         if tensor.requires_grad:
             raise PipelineError(
                 f"the stage's output holds a {type(leaf).__name__}, whose tensor {name!r} would lose its gradient on "
-                "the way to the next stage: return tensors in tuples, lists or plain dicts, cut elsewhere, or tell "
-                "torch of the class (torch.utils._pytree.register_pytree_node)"
+                "the way to the next stage: return tensors in tuples, lists or plain dicts, cut elsewhere, or "
+                "register the class with torch (torch.utils._pytree.register_pytree_node)"
             )
 
 
-_DEEPEST = 5  # an object that holds more than such levels is no output of a layer
+_DEEPEST = 5  # an object with more levels than these is no output of a layer
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, types.ModuleType, nn.Module)
 
 
 def untracked_tensors(leaf: Any) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor that a leaf holds, with the way to it: attributes and items, joined by dots."""
+    """Yield each tensor inside an object that is no container to torch's pytree, with the path to it.
+
+    Such objects are dataclasses and subclasses of dict. The path has attributes and items, joined by dots.
+    """
     if not isinstance(leaf, _PLAIN):
         yield from _below(leaf, (), {id(leaf)})
 
@@ -135,5 +139,5 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
     if isinstance(value, Mapping):
         yield from ((str(key), part) for key, part in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):  # no other sequences: a data set is one, too
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):  # no other sequences: a data set is a sequence, too
         yield from ((str(index), part) for index, part in enumerate(value))

@@ -1,4 +1,4 @@
-"""Cut a batch into micro-batches exactly as the plain loop does: torch.chunk along the first dimension."""
+"""Cut a batch into micro-batches as the plain loop does: torch.chunk along the batch's dimension."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from lp_pipe.rpc import tensor_memory as layout_of_memory
 
 
 def check_pair(batch: Any, where: str) -> tuple[Any, Any]:
-    """The batch, if it is (input, target); a list of two does as well, which is what a DataLoader gives.
+    """Return the batch if it is a pair (input, target), as a tuple or as a DataLoader's list.
 
     Raises:
         PipelineError: it is something else.
@@ -32,7 +32,7 @@ def check_pair(batch: Any, where: str) -> tuple[Any, Any]:
 def split(value: Any, microbatches: int) -> list[Any]:
     """Return at most `microbatches` slices (torch.chunk may give fewer) of a tensor, or of containers of tensors.
 
-    What `pp.cut` and `pp.whole` have marked keeps its marks.
+    Values that `pp.cut` and `pp.whole` have marked keep their marks.
 
     Raises:
         PipelineError: as `count`.
@@ -44,10 +44,10 @@ def split(value: Any, microbatches: int) -> list[Any]:
 
 
 def count(batch: Any, microbatches: int) -> int:
-    """Return into how many micro-batches all that is in a batch is cut.
+    """Return into how many micro-batches the tensors of a batch are cut.
 
     Raises:
-        PipelineError: no tensor to cut, or tensors that would be cut at different samples, or what torch cannot cut.
+        PipelineError: there is no tensor to cut, tensors would be cut at different samples, or torch cannot cut one.
     """
     leaves = pytree.tree_leaves(batch, is_leaf=is_leaf)
     for leaf in leaves:
@@ -60,22 +60,22 @@ def count(batch: Any, microbatches: int) -> int:
     if not lengths:
         raise PipelineError(
             f"input and target must each hold at least one tensor with a batch dimension, not {type(batch).__name__}: "
-            "make tensors of numbers and images (torch.tensor, torch.stack); where the loss needs no target, give the "
-            "input as the target, too"
+            "make tensors of numbers and images (torch.tensor, torch.stack); if the loss needs no target, give the "
+            "input as the target"
         )
     length = next((length for length, leaf in lengths if not _is_own(leaf)), lengths[0][0])
     size, number = _cut(length, microbatches)
     for other, leaf in lengths:
         other_size, other_number = _cut(other, microbatches)
-        # 20 beside 10 samples may be two of each; but 5, 5, 5, 5 of them beside 3, 3, 3, 1 belong to others.
+        # 20 entries for 10 samples are two each; but slices of 5, 5, 5, 5 do not belong to slices of 3, 3, 3, 1.
         fits = other_number == number and other_size * length == size * other if _is_own(leaf) else other == length
         if not fits:
             shapes = [tuple(value.shape) if isinstance(value, Tensor) else len(value) for value in map(_inside, leaves)]
             raise PipelineError(
-                f"the tensors of a batch have {length} and {other} samples (shapes {shapes}): each is cut along its "
-                "first dimension. Say where the samples of the others are: pp.cut(x, dim=1) around a tensor, "
-                "pp.whole(x) around what is the same for all samples, or pp.Model(batch_dims=…); pp.cut(x) also allows "
-                "several entries for each sample. Pad what has another length for each sample, and give the lengths"
+                f"the tensors of a batch have {length} and {other} samples (shapes {shapes}); each is cut along its "
+                "first dimension. Mark the others: pp.cut(x, dim=1) around a tensor, pp.whole(x) around what is the "
+                "same for all samples, or pp.Model(batch_dims=…); pp.cut(x) also allows several entries for each "
+                "sample. Pad samples of different lengths, and give the lengths"
             )
     return number
 
@@ -92,8 +92,8 @@ def _inside(leaf: Any) -> Any:
 def _refuse_packed(batch: Any) -> None:
     if any(isinstance(one, PackedSequence) for one in pytree.tree_leaves(batch, is_leaf=_is_packed)):
         raise PipelineError(
-            "the batch holds a PackedSequence, whose rows are those of all samples in turn: give padded tensors and "
-            "the lengths (torch.nn.utils.rnn.pad_packed_sequence), and pack inside the layer"
+            "the batch holds a PackedSequence, whose rows alternate between samples: give padded tensors and the "
+            "lengths (torch.nn.utils.rnn.pad_packed_sequence), and pack inside the layer"
         )
 
 
@@ -102,13 +102,15 @@ def _is_packed(value: Any) -> bool:
 
 
 def _cut(length: int, microbatches: int) -> tuple[int, int]:
-    """The length of the first slice that torch.chunk makes, and how many it makes."""
+    """Return the length of the first slice that torch.chunk makes, and the number of slices."""
     size = -(-length // microbatches)
     return size, -(-length // size) if size else microbatches
 
 
 def loss_weights(targets: list[Any], loss_weight: LossWeight, what: str = "the batch's micro-batches") -> list[float]:
-    """The factor of every micro-batch's loss, see `Model.loss_weight`. what: they are, for the error.
+    """Return the factor of every micro-batch's loss, see `Model.loss_weight`.
+
+    what: names the targets in the error.
 
     Raises:
         PipelineError: the weights add up to nothing, or a target has no samples to be counted.
@@ -120,13 +122,13 @@ def loss_weights(targets: list[Any], loss_weight: LossWeight, what: str = "the b
     if not total > 0:
         raise PipelineError(
             f"the loss weights of {what} add up to {total}: {raw}: give a batch that has samples, or tokens, as "
-            "loss_weight counts them, or skip_step() to go on without it"
+            "loss_weight counts them, or call skip_step() to continue without it"
         )
     return [weight / total for weight in raw]
 
 
 def total_weight(targets: list[Any], loss_weight: LossWeight) -> float:
-    """Return what `Model.loss_weight` says of all the targets together, such as the number of samples."""
+    """Return the weight of all the targets together by `Model.loss_weight`, such as the number of samples."""
     return float(len(targets)) if loss_weight == "one" else sum(_raw_weights(targets, loss_weight))
 
 
@@ -138,12 +140,15 @@ def _raw_weights(targets: list[Any], loss_weight: LossWeight) -> list[float]:
 
 
 def aligned(value: Any) -> Any:
-    """A tensor, or nested containers of tensors, in memory that begins as torch's does; one that comes twice is one."""
+    """Return the value with tensors that begin in a cache line where torch's would.
+
+    A tensor that comes twice stays one.
+    """
     return _with_tensors(_aligned, value)
 
 
 def apart(values: Iterable[Any]) -> list[Any]:
-    """None shares memory with one before it, to which a layer may have written by then."""
+    """Return the values with copies of tensors that share memory with an earlier one: a layer may have changed it."""
     used: set[int] = set()
     found: list[Any] = []
     for value in values:
@@ -155,12 +160,12 @@ def apart(values: Iterable[Any]) -> list[Any]:
 
 
 def _with_tensors(make: Callable[[Tensor], Tensor], value: Any) -> Any:
-    once = functools.cache(make)  # as keys, tensors are equal to themselves alone
+    once = functools.cache(make)  # as keys, tensors equal only themselves
     return pytree.tree_map(lambda leaf: once(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def number_of(value: Any, wanted: str) -> float:
-    """What a user's function has given. wanted: what it should have.
+    """Return what a user's function has returned as a float. wanted: what it should return, for the error.
 
     Raises:
         PipelineError: it is no number.
@@ -173,18 +178,18 @@ def number_of(value: Any, wanted: str) -> float:
 
 
 def _refuse_unknown_container(leaf: Any) -> None:
-    """Such as a tokenizer's UserDict, or a dataclass: every micro-batch would get all of it."""
+    """Refuse a container that pytree does not know, such as a dataclass: every micro-batch would get all of it."""
     if is_dataclass(leaf) or (isinstance(leaf, (Mapping, Sequence)) and not isinstance(leaf, (str, bytes))):
         for name, _ in untracked_tensors(leaf):
             raise PipelineError(
                 f"the batch holds a {type(leaf).__name__}, whose tensor {name!r} would not be cut into micro-batches: "
-                "give tuples, lists and plain dicts of tensors, as dict(batch), or tell torch of the class "
+                "give tuples, lists and plain dicts of tensors, as dict(batch), or register the class with torch "
                 "(torch.utils._pytree.register_pytree_node)"
             )
 
 
 def _refuse_array(leaf: Any) -> None:
-    """numpy's and pandas': every micro-batch would get all of it."""
+    """Refuse arrays of numpy and pandas: every micro-batch would get all of them."""
     shape = getattr(leaf, "shape", None)
     if shape and hasattr(leaf, "__array__") and not isinstance(leaf, Tensor):
         raise PipelineError(
@@ -198,8 +203,8 @@ def _refuse_sparse(leaf: Any) -> None:
         kind = "nested" if leaf.is_nested else f"of layout {leaf.layout}"
         raise PipelineError(
             f"the batch holds a tensor that is {kind}, which torch cannot cut into micro-batches: give dense tensors "
-            "(padded ones with their lengths, a graph's edges with a mask), of which the first layer makes it; one "
-            "that is the same for all samples belongs to a layer, as a buffer"
+            "(padded ones with their lengths, a graph's edges with a mask) and build this tensor from them in the "
+            "first layer; if it is the same for all samples, make it a buffer of a layer"
         )
 
 
@@ -213,14 +218,14 @@ def _samples(target: Any) -> int:
         if (length := length_of(leaf)) is not None:
             return length
     raise PipelineError(
-        f"a target weighs as much as it has samples, but {_described(target)} holds no tensor with a batch dimension: "
-        "where the loss needs no target, give the input as the target, too, or say pp.Model(loss_weight='one')"
+        f"loss_weight='samples' counts a target's samples, but {_described(target)} holds no tensor with a batch "
+        "dimension: if the loss needs no target, give the input as the target, or use pp.Model(loss_weight='one')"
     )
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    # Memory that came in a message may begin at any address; kernels may sum in another order there. In it a slice of a
-    # data set is where the plain loop has it.
+    # Memory of a message may begin at any address, where kernels may sum in another order. So a slice of a data set
+    # gets the place in a cache line that it has in the plain loop.
     if tensor.untyped_storage().data_ptr() % layout_of_memory.LINE_BYTES == 0:
         return tensor
     dense, offset = tensor.clone(), layout_of_memory.offset_in_line(tensor, of_storage=True)

@@ -1,4 +1,4 @@
-"""What a pipeline trains: layers in order, a loss, an optimizer. Data only; stages build what they own."""
+"""The model that a pipeline trains: layers in order, a loss, an optimizer. Data only; stages build their own layers."""
 
 import itertools
 import reprlib
@@ -18,7 +18,7 @@ OptimizerFactory = Callable[[list[tuple[str, "nn.Parameter"]]], "torch.optim.Opt
 SchedulerFactory = Callable[["torch.optim.Optimizer"], Any]
 LossWeight = str | Callable[[Any], float]
 
-_SEEDS = 1 << 63  # rng.py packs them into 64 bits
+_SEEDS = 1 << 63  # rng.py packs a seed into 64 bits
 
 
 class Layer:
@@ -26,14 +26,14 @@ class Layer:
 
     def __init__(self, factory: "Callable[..., nn.Module]", /, *args: Any, name: str | None = None, **kwargs: Any):
         if not callable(factory) or (hasattr(factory, "named_parameters") and not isinstance(factory, type)):
-            raise TypeError(f"Layer takes a function that makes a module, not {factory!r}; pass modules as they are")
+            raise TypeError(f"Layer takes a function that returns a module, not {factory!r}; pass modules as they are")
         self.factory = factory
         self.args = args
         self.kwargs = kwargs
         self.name = name or getattr(factory, "__name__", type(factory).__name__)
 
     def build(self) -> "nn.Module":
-        """Make the module; the caller seeds the generator."""
+        """Build the module; the caller seeds the generator."""
         try:
             return self.factory(*self.args, **self.kwargs)
         except Exception as error:
@@ -53,19 +53,18 @@ class Layer:
 class Model:
     """A model as a sequence of layers, each fed with the output of the one before it.
 
-    layers: modules, an nn.Sequential, `Layer` factories (mixed as you like), or a function that returns such a
-        sequence. Modules are copied, never trained in place. A function is called once in every stage, under
-        `layer_rng(seed, 0)`; when it returns an iterator (a generator), layer i is made under `layer_rng(seed, i)`, as
-        factories are.
-    loss: (output, target) -> scalar tensor, or (scalar, {name: metric}). A module may write to buffers of its own,
-        which checkpoints have; its mode stays as it is, and its parameters would be trained by nobody.
+    layers: modules, an nn.Sequential, `Layer` factories (in any mixture), or a function that returns such a sequence.
+        Modules are copied, never trained in place. A function is called once in every stage, under `layer_rng(seed,
+        0)`; if it returns an iterator (a generator), layer i is made under `layer_rng(seed, i)`, as factories are.
+    loss: (output, target) -> scalar tensor, or (scalar, {name: metric}). A module may write to its buffers, which
+        checkpoints contain. Its mode stays as it is. It must have no parameters to train.
     optimizer: (list of (name, parameter)) -> torch optimizer; called once in every stage that has parameters.
-    lr_scheduler: (optimizer) -> torch LR scheduler, stepped once a step; one whose `step` must be given a metric
-        (ReduceLROnPlateau) by `PipelineClient.scheduler_step` alone.
-    loss_weight: a micro-batch's share of the loss: "samples" (its size over the batch's: for mean losses), "one"
-        (1: for losses that are sums), or a function of its target (a number such as its tokens; divided by the sum).
+    lr_scheduler: (optimizer) -> torch LR scheduler, stepped once a step; one whose `step` needs a metric
+        (ReduceLROnPlateau) is stepped by `PipelineClient.scheduler_step` alone.
+    loss_weight: a micro-batch's share of the loss: "samples" (its size over the batch's, for mean losses), "one" (1,
+        for losses that are sums), or a function of its target (a number such as its tokens; divided by the sum).
     tied: pairs of parameter names (nn.Sequential's, such as "0.weight") that are one parameter, with the initial values
-        of the first in the order of layers. The same Parameter object in two ready-made layers is found by itself.
+        of the first in the order of layers. A Parameter object that is in two ready-made layers needs no pair.
     seed: decides initial weights, dropout and what the loss draws, the same for every number of stages.
     batch_dims: where the samples are: an int for all tensors of input, target and output (1: time first), or a tuple
         (input, target[, output]) of ints, None for what every micro-batch gets whole, and dicts, tuples or lists of
@@ -86,12 +85,12 @@ class Model:
 
     def __post_init__(self) -> None:
         if self.loss_weight not in ("samples", "one") and not callable(self.loss_weight):
-            raise PipelineError(f"loss_weight={self.loss_weight!r}: use 'samples', 'one', or a function of the target")
+            raise PipelineError(f"loss_weight={self.loss_weight!r}: give 'samples', 'one', or a function of the target")
         if not callable(self.loss):
             raise PipelineError(f"loss={self.loss!r} is not callable: give a function of (output, target)")
         if _is_module_class(self.loss):
             name = getattr(self.loss, "__name__", "")
-            raise PipelineError(f"loss={name} is a class of modules: give a module, loss={name}()")
+            raise PipelineError(f"loss={name} is a class of modules: give an instance, loss={name}()")
         if not callable(self.optimizer):
             raise PipelineError(
                 f"optimizer={self.optimizer!r} is not callable: give a function of the stage's named parameters, such "
@@ -101,7 +100,7 @@ class Model:
             raise PipelineError(f"lr_scheduler={self.lr_scheduler!r} is not callable: give a function of the optimizer")
         if not isinstance(self.seed, Integral) or not -_SEEDS <= self.seed < _SEEDS:
             raise PipelineError(f"seed={self.seed!r}: give a whole number (int) from -2**63 to 2**63 - 1")
-        object.__setattr__(self, "seed", int(self.seed))  # another library's has no place in a checkpoint
+        object.__setattr__(self, "seed", int(self.seed))  # another library's integer cannot be in a checkpoint
         if not isinstance(self.callbacks, Mapping) or not all(
             isinstance(step, int) and callable(change) for step, change in self.callbacks.items()
         ):
@@ -112,11 +111,11 @@ class Model:
                 raise PipelineError(
                     f"tied={self.tied!r}: give pairs of parameter names, such as (('0.weight', '3.weight'),)"
                 )
-        object.__setattr__(self, "tied", tied)  # a generator's, too, which gives them once
+        object.__setattr__(self, "tied", tied)  # read once, because a generator gives its items once
 
 
 def sources_of(model: Model) -> list[Any]:
-    """The layers as a list of modules and `Layer`s; a function is called once to count them.
+    """Return the layers as a list of modules and `Layer`s; a function is called once to count its layers.
 
     Raises:
         PipelineError: there are none, or one is neither a module nor a Layer.
@@ -141,10 +140,10 @@ def sources_of(model: Model) -> list[Any]:
 
 
 def check_in_order(layers: Any) -> None:
-    """Refuse a Sequential that does more than to call its layers, which is all that the stages will do.
+    """Refuse a Sequential that does more than call its layers, which is all that the stages will do.
 
     Raises:
-        PipelineError: says what it does.
+        PipelineError: the error names what it does.
     """
     from torch import nn
 
@@ -161,7 +160,7 @@ def check_in_order(layers: Any) -> None:
             if has_it:
                 raise PipelineError(
                     f"layers is a {kind.__name__} with {what}, which the stages would leave out, because they call "
-                    "the layers in it: cut it by pp.split(), or put all that it does into its layers"
+                    "the layers in it: cut it with pp.split(), or put all that it does into its layers"
                 )
 
 
@@ -172,8 +171,8 @@ def _check(sources: Sequence[Any], *or_else: type) -> None:
         raise PipelineError("the model has no layers")
     for index, source in enumerate(sources):
         if not isinstance(source, (nn.Module, *or_else)):
-            what = "is neither a module nor a pp.Layer" if or_else else "is no module (a function returns modules only)"
-            raise PipelineError(f"layer {index} is {source!r}, which {what}{_hint(source)}")
+            what = "must be a module or a pp.Layer" if or_else else "must be a module (a function returns modules only)"
+            raise PipelineError(f"layer {index} is {source!r}, but {what}{_hint(source)}")
 
 
 def _sequence_hint(layers: Any) -> str:
@@ -194,18 +193,18 @@ def _hint(source: Any) -> str:
     if not callable(source):
         return ""
     return (
-        "; a function of the input (x -> y) is made a module: nn.ReLU() for torch.relu, or a class with that forward; "
-        "one that makes a layer is written pp.Layer(function, ...), for its stage to build"
+        "; wrap a function of the input (x -> y) in a module: nn.ReLU() for torch.relu, or a class with that forward; "
+        "write a function that makes a layer as pp.Layer(function, ...)"
     )
 
 
 def _is_module_class(given: Any) -> bool:
-    """nn.CrossEntropyLoss in place of nn.CrossEntropyLoss(): its call makes a module, whatever it is given."""
+    """Return whether `given` is a class of modules, as nn.CrossEntropyLoss in place of nn.CrossEntropyLoss()."""
     return isinstance(given, type) and hasattr(given, "named_parameters")
 
 
 class FromFunction:
-    """Layer `index` of the sequence that a function returns; travels as the function, not as the weights."""
+    """Layer `index` of the sequence that a function returns; it travels as the function, without the weights."""
 
     def __init__(self, function: Callable[[], Any], index: int, module: "nn.Module | None" = None) -> None:
         self.function = function
@@ -233,7 +232,7 @@ def built_by_function(function: Callable[[], Any], seed: int) -> "list[nn.Module
 
 
 def _one_by_one(made: "Iterator[nn.Module]", seed: int) -> "Iterator[nn.Module]":
-    """Layers that may be made only now: by a generator, a `map`, a sequence that builds what it is asked for."""
+    """Yield layers that may be built only now: by a generator, a `map`, or a sequence that builds its items."""
     from lp_pipe.training.rng import layer_rng
 
     for index in itertools.count():

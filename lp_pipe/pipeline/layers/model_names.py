@@ -13,10 +13,11 @@ StatePlace = tuple[int, int]  # sort key in a whole state_dict: layer, position 
 
 @dataclass(frozen=True)
 class ModelNames:
-    """tied: all names of each parameter that has several.
+    """The names of a whole model's parameters and buffers, as users see them, and their order.
 
-    places: of all names in modules that were split. parameter_places: of their parameters; one with several names is
-    where the first of them is.
+    tied: all names of each parameter that has several.
+    places: of all names in modules that were split.
+    parameter_places: of their parameters; the place of a tied one is that of its first name.
     """
 
     tied: tuple[tuple[str, ...], ...]
@@ -24,11 +25,11 @@ class ModelNames:
     parameter_places: Mapping[str, StatePlace]
 
     def whole(self, parts: Iterable[Mapping[str, T]]) -> dict[str, T]:
-        """What stages have by name, together, in the order of the model's state_dict()."""
+        """Return the entries of all stages, in the order of the model's state_dict()."""
         return _together(parts, self.places)
 
     def whole_of_parameters(self, parts: Iterable[Mapping[str, T]]) -> dict[str, T]:
-        """The same in the order of its parameters()."""
+        """Return the entries of all stages, in the order of the model's parameters()."""
         return _together(parts, self.parameter_places)
 
 
@@ -38,12 +39,18 @@ def _together(parts: Iterable[Mapping[str, T]], places: Mapping[str, StatePlace]
 
 
 def layer_names(sources: Sequence[Any], first: int = 0) -> list[str]:
-    """The place of each layer, counted from `first`, and its name or its module's class: "0.Embedding", "1.hidden"."""
+    """Return the position and the name or class of each layer: "0.Embedding", "1.hidden".
+
+    first: the position of the first one.
+    """
     return [f"{index}.{_name(source)}" for index, source in enumerate(sources, start=first)]
 
 
 def names_by_index(parts: Iterable[tuple[int, Sequence[Any]]]) -> dict[int, str]:
-    """The same of some parts of a model, each with its first layer's index; by the layers' indices."""
+    """Return `layer_names` of some parts of a model by the layers' indices.
+
+    parts: each with its first layer's index.
+    """
     named = ((first, layer_names(sources, first)) for first, sources in parts)
     return {index: name for first, names in named for index, name in enumerate(names, start=first)}
 
@@ -56,18 +63,23 @@ def _name(source: Any) -> str:
 
 
 def formats_of(state: Mapping[str, Any]) -> dict[str, int]:
-    """By module; of the first version, and of a state that was put together without them, nothing is said."""
+    """Return the versions of the modules that saved a state, which torch keeps in `state_dict()._metadata`.
+
+    A module whose format has changed (a transposed weight) finds the format in its `_load_from_state_dict` by this
+    version; without one it mostly takes the first. The first version is left out, and a state that was put together by
+    hand has none.
+    """
     metadata: Mapping[str, Any] = getattr(state, "_metadata", None) or {}
     return noted((name, of_module.get("version")) for name, of_module in metadata.items())
 
 
 def noted(versions: Iterable[tuple[str, Any]]) -> dict[str, int]:
-    """Those of which something must be said."""
+    """Return the versions that differ from the first."""
     return {name: version for name, version in versions if isinstance(version, int) and version != 1}
 
 
 def with_formats(state: Mapping[str, Any], formats: Mapping[str, int]) -> "OrderedDict[str, Any]":
-    """The state as torch would have made it."""
+    """Return the state with its modules' versions, as torch would have made it."""
     result: OrderedDict[str, Any] = OrderedDict(state)
     metadata = OrderedDict((name, {"version": version}) for name, version in formats.items())
     result._metadata = metadata  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""The names of parameters, as a pipeline's users see them.
+"""Consecutive layers of a model, with the names of parameters that users see.
 
-Inside a pipeline a parameter is called as nn.Sequential(*layers) would, "2.weight", so that its name says which layer
-has it. Users see the same, except for the pieces of a split module: these have the names that the module gave them.
+Inside a pipeline a parameter is named as in nn.Sequential(*layers), "2.weight", so that its name gives the layer. Users
+see the same names, except in the pieces of a split module: these have the names that the module gave them.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,7 +21,11 @@ from lp_pipe.rpc.tensor_memory import overlaps
 
 
 class NamedLayers:
-    """first_layer: the first one's index in the model. borrowed: those parameters that others own."""
+    """Consecutive layers of a model.
+
+    first_layer: the first one's index in the model.
+    borrowed: parameters among theirs that other stages own.
+    """
 
     def __init__(
         self, layers: Sequence[nn.Module], first_layer: int = 0, borrowed: Collection[nn.Parameter] = ()
@@ -32,25 +36,25 @@ class NamedLayers:
 
     @property
     def last_layer(self) -> int:
-        """Its index in the model."""
+        """The last layer's index in the model."""
         return self.first_layer + len(self.layers) - 1
 
     def modules(self) -> list[nn.Module]:
-        """The layers, and all that is inside of them; what several layers share is there for each."""
+        """Return the layers and all modules in them; a module that several layers share is there for each."""
         return [module for layer in self.layers for module in layer.modules()]
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The layers and all that is inside of them, under the names that their parameters begin with."""
+        """Yield the layers and all modules in them, under the names that their parameters begin with."""
         for prefix, layer in self.named_layers():
             yield from layer.named_modules(prefix=prefix.removesuffix("."))
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """With what the names that users see begin with."""
+        """Yield the layers, each with the prefix of the names that users see."""
         for index, layer in enumerate(self.layers, start=self.first_layer):
             yield name_prefix(index, layer), layer
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Own parameters under the names that users see; a shared one once."""
+        """Yield the own parameters under the names that users see; a shared one once."""
         seen = {id(parameter) for parameter in self._borrowed}
         for prefix, layer in self.named_layers():
             for name, parameter in layer.named_parameters():
@@ -59,9 +63,9 @@ class NamedLayers:
                     yield prefix + name, parameter
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers under the names that users see; not copies of the parameters.
+        """Return parameters and buffers under the names that users see; buffers are copied, parameters are not.
 
-        But of buffers: a tensor that has been sent or written to a file cannot be resized any more, as a forward may.
+        A tensor that has been sent or written to a file cannot be resized any more, as a forward may do with a buffer.
         """
         state: dict[str, Any] = {}
         for prefix, layer in self.named_layers():
@@ -69,20 +73,21 @@ class NamedLayers:
         return {name: _given_away(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def formats(self) -> dict[str, int]:
-        """Of what is in the state."""
+        """Return the versions of the modules whose state this is, where they are not the first."""
         named = [(prefix.removesuffix("."), layer) for prefix, layer in self.named_layers()]
         modules = [m for prefix, layer in named for m in layer.named_modules(prefix=prefix, remove_duplicate=False)]
         return noted((name, state_version_of(module)) for name, module in modules)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy these layers' part of a whole model's state in.
+        """Copy these layers' part of a whole model's state into them.
 
         Raises:
-            RuntimeError: names are missing or shapes differ, as torch says it.
+            RuntimeError: names are missing or shapes differ, in torch's words.
         """
         formats = formats_of(state)
         for prefix, layer in self.named_layers():
-            own = state if prefix else {name: state[name] for name in layer.state_dict()}  # of a piece, no more
+            # a piece of a split module has no prefix
+            own = state if prefix else {name: state[name] for name in layer.state_dict()}
             values = {name.removeprefix(prefix): v for name, v in own.items() if name.startswith(prefix)}
             of_modules = {name[len(prefix) :]: v for name, v in formats.items() if f"{name}.".startswith(prefix)}
             _make_writable(layer)
@@ -90,7 +95,7 @@ class NamedLayers:
 
 
 def _make_writable(layer: nn.Module) -> None:
-    """Expanded buffers, whose elements share memory: torch cannot copy into these."""
+    """Replace expanded buffers, whose elements share memory: torch cannot copy into these."""
     for module in layer.modules():
         for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.layout is torch.strided and overlaps(buffer):
@@ -102,12 +107,14 @@ def _given_away(value: Tensor) -> Tensor:
 
 
 def name_prefix(index: int, layer: nn.Module) -> str:
-    """What comes before the names that a layer gives its parameters."""
+    """Return what comes before the names that a layer gives its parameters."""
     return "" if _piece_of(layer) is not None else f"{index}."
 
 
 def model_names(sources: Sequence[Any], tied: Sequence[Sequence[str]]) -> ModelNames:
-    """Of a model with these layers. tied: by the names inside, all of each parameter that has several.
+    """Return the names of a model with these layers.
+
+    tied: by the names inside, all names of each parameter that has several.
 
     Raises:
         PipelineError: two modules that were split have a name in common, or a piece is missing.
@@ -118,7 +125,10 @@ def model_names(sources: Sequence[Any], tied: Sequence[Sequence[str]]) -> ModelN
 
 
 def _own_places(sources: Sequence[Any]) -> dict[str, StatePlace]:
-    """All names of modules that were split. The pieces of one count as its first: its own order holds."""
+    """Return the places of all names of split modules.
+
+    All pieces of a module count as its first, so the module's own order holds.
+    """
     pieces = {index: piece for index, source in enumerate(sources) if (piece := _piece_of(source)) is not None}
     origins: dict[str, str] = {}
     places: dict[str, StatePlace] = {}
@@ -128,14 +138,14 @@ def _own_places(sources: Sequence[Any]) -> dict[str, StatePlace]:
             taken = head.isdecimal() and int(head) < len(sources) and int(head) not in pieces
             if taken or origins.setdefault(name, piece.origin) != piece.origin:
                 raise PipelineError(
-                    f"layer {index} is a piece of a split module, whose {name!r} is the name of another layer's, too: "
+                    f"layer {index} is a piece of a split module, and its {name!r} is also a name in another layer: "
                     "give the module's submodules other names"
                 )
             places.setdefault(name, (index, position))
     present = {name for piece in pieces.values() for name in piece.state_dict()}
     if not places.keys() <= present:
         missing = sorted(places.keys() - present)[0]
-        raise PipelineError(f"a piece of a split module is missing among the layers, the one with {missing!r}")
+        raise PipelineError(f"a piece of a split module is missing among the layers: the one with {missing!r}")
     return places
 
 
@@ -148,7 +158,7 @@ def _parameter_places(sources: Sequence[Any], places: Mapping[str, StatePlace]) 
 
 
 def _outer_name(name: str, sources: Sequence[Any]) -> str:
-    """What users call the parameter that is `name` inside."""
+    """Return the user's name of the parameter that is `name` inside."""
     index, inner = name.split(".", 1)
     return name if _piece_of(sources[int(index)]) is None else inner
 
@@ -162,7 +172,7 @@ def _piece_of(source: Any) -> Piece | None:
 
 @contextmanager
 def eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """In the body; then every module has its own mode back (frozen ones may have been in eval mode before)."""
+    """Put the modules into eval mode in the body; afterwards each has its own mode again."""
     modes = [module.training for module in modules]
     for module in modules:
         module.training = False

@@ -1,4 +1,4 @@
-"""What the user's functions for optimizers and schedulers have made, looked at before anything is trained with it."""
+"""Call the user's functions for optimizers and schedulers, and check what they return before anything is trained."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ _MAKE_LISTS = "make lists for groups from optimizer.param_groups"
 
 
 def made_optimizer(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """One for the parameters of a worker.
+    """Return the optimizer that the user's function makes for a worker's parameters.
 
     Raises:
-        PipelineError: it is none, has other parameters (of the modules that the stages have copied), or wants a
+        PipelineError: it is no optimizer, has other parameters (of the modules that the stages have copied), or needs a
             closure.
     """
     own = f"its own parameters, here {_some([name for name, _ in named])}"
@@ -28,22 +28,20 @@ def made_optimizer(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Para
     except ValueError as error:
         if "param groups should be with/without names" in str(error):
             raise PipelineError(
-                f"optimizer={_name(factory)} makes groups of (name, parameter) pairs, of which one is empty on this "
-                f"stage worker ({', '.join(name for name, _ in named)}), and torch takes that for a group without "
-                "names: give groups of parameters alone"
+                f"optimizer={_name(factory)} makes groups of (name, parameter) pairs, one of which is empty on this "
+                f"stage worker ({', '.join(name for name, _ in named)}), and torch takes an empty group for one "
+                "without names: give groups of parameters alone"
             ) from error
         if "empty parameter list" not in str(error):
             raise
         names = [name for name, parameter in named if parameter.requires_grad]
         raise PipelineError(
-            f"the optimizer function, which every stage worker calls with its own parameters, has left out all of "
-            f"these: {', '.join(names)}: give what is not to be trained requires_grad_(False) (where nothing is to be "
-            "trained the function is not called), or cut elsewhere"
+            "the optimizer function, which every stage worker calls with its own parameters, has left out all of "
+            f"these: {', '.join(names)}: give parameters that are not to be trained requires_grad_(False) (a worker "
+            "without any to train does not call the function), or cut elsewhere"
         ) from error
     if not callable(getattr(optimizer, "step", None)) or not isinstance(getattr(optimizer, "param_groups", None), list):
-        several = (
-            ": give one that is made of them (docs/pipeline.md, Optimizers)" if isinstance(optimizer, Sequence) else ""
-        )
+        several = ": combine them into one (docs/pipeline.md, Optimizers)" if isinstance(optimizer, Sequence) else ""
         raise PipelineError(
             f"optimizer={_name(factory)} has returned {optimizer!r}, which is no torch optimizer{several}"
         )
@@ -52,18 +50,18 @@ def made_optimizer(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Para
     if not all(id(parameter) in given for group in optimizer.param_groups for parameter in group["params"]):
         raise PipelineError(
             f"optimizer={_name(factory)} has made a {type(optimizer).__name__} of other parameters than it was given: "
-            "stages train copies of the model's modules, so take the function's argument, a list of (name, parameter), "
-            "and not module.parameters()"
+            "stages train copies of the model's modules, so use the function's argument, a list of (name, parameter), "
+            "instead of module.parameters()"
         )
     _own_options(optimizer)
     return optimizer
 
 
 def made_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> Any:
-    """One that is stepped without arguments, or with a metric.
+    """Return the scheduler that the user's function makes; it is stepped without arguments, or with a metric.
 
     Raises:
-        PipelineError: it is none, or wants more than a metric.
+        PipelineError: it is no scheduler, or its step needs more than a metric.
     """
     groups = len(optimizer.param_groups)
     own = f"the optimizer of its own parameters, which has {groups} group{'s' * (groups != 1)} here: {_MAKE_LISTS}"
@@ -73,23 +71,24 @@ def made_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) 
         raise PipelineError(f"lr_scheduler={_name(factory)} has returned {scheduler!r}, which is no torch scheduler")
     if not _takes(scheduler.step) and not _takes(scheduler.step, 0.0):
         raise PipelineError(
-            f"{type(scheduler).__name__}.step() wants {', '.join(_required(scheduler.step))}, but a pipeline steps its "
-            "scheduler without arguments after every training step, or with one number by scheduler_step(metric)"
+            f"{type(scheduler).__name__}.step() needs {', '.join(_required(scheduler.step))}, but a pipeline steps "
+            "its scheduler without arguments after every training step, or with one number by scheduler_step(metric)"
         )
     return scheduler
 
 
 def wants_metric(scheduler: Any) -> bool:
-    """Whether its `step` has an argument that must be given: then it is not stepped by training steps."""
+    """Return whether the scheduler's `step` needs an argument: then training steps do not step it."""
     return not _takes(scheduler.step)
 
 
 def _own_options(optimizer: torch.optim.Optimizer) -> None:
-    """Copy options that are tensors (`lr=torch.tensor(0.1)`): schedulers write to them in place.
+    """Copy options that are tensors (`lr=torch.tensor(0.1)`), which schedulers write to in place.
 
-    One that the program has made is the same object for all workers that are threads: each scheduler changed it.
+    One that the program has made is the same object for all workers that are threads, and each scheduler would change
+    it.
     """
-    copies: dict[int, Tensor] = {}  # groups that share one go on doing so
+    copies: dict[int, Tensor] = {}  # groups that share a tensor share its copy
     for group in optimizer.param_groups:
         for key, value in group.items():
             if isinstance(value, Tensor):
@@ -100,7 +99,7 @@ def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     if "closure" in _required(optimizer.step):
         raise PipelineError(
             f"{type(optimizer).__name__} needs a closure, to evaluate the loss several times a step, which a pipeline "
-            "cannot; use Adam, SGD, …"
+            "cannot do; use Adam, SGD, …"
         )
 
 
@@ -113,7 +112,7 @@ def _takes(method: Callable[..., Any], *arguments: Any) -> bool:
 
 
 def _required(method: Callable[..., Any]) -> list[str]:
-    """Its parameters without a default."""
+    """Return the names of the method's parameters without a default."""
     parameters = inspect.signature(method).parameters.values()
     has_default = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in has_default]

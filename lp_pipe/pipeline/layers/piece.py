@@ -19,12 +19,12 @@ from lp_pipe.private_torch import pytree, set_state_version, state_version_of
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the whole module takes, and what is fixed about every leaf.
+    """The inputs of a whole module, and what is fixed about every leaf.
 
-    template: (args, kwargs) with something in the place of every leaf (a TreeSpec itself is not meant to be pickled).
-    leaves: for a tensor its dtype and its sizes, a number where the module fixes it and a name where it may change
-        (equal names are equal sizes); None and (value,) for anything else, which the export has made a constant.
-    branches: what forward asked of these sizes; the graph is for the example's answers.
+    template: (args, kwargs) with a placeholder for every leaf (a TreeSpec itself is not meant to be pickled).
+    leaves: for a tensor its dtype and its sizes: a number if the module fixes the size, and a name if it may change
+        (equal names are equal sizes). None and (value,) for anything else, which the export has made a constant.
+    branches: the questions that forward asked about these sizes; the graph is for the example's answers.
     """
 
     template: tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,10 +32,12 @@ class Inputs:
     branches: tuple[Branch, ...] = ()
 
     def flat(self, value: Any) -> list[Any]:
-        """The leaves of a batch's input: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        """Return the leaves of a batch's input.
+
+        It is a tensor, a tuple of positional arguments, or a dict of keyword arguments.
 
         Raises:
-            PipelineError: it is not what the module was split for.
+            PipelineError: the module was not split for such an input.
         """
         wanted = pytree.tree_structure(self.template)
         candidates: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((value,), {})]
@@ -50,8 +52,8 @@ class Inputs:
                 return leaves
         args, kwargs = self.template
         raise PipelineError(
-            f"the module was split for inputs such as {args or kwargs}, but this batch's are {_short(value)}: "
-            "give them as in example_inputs"
+            f"the module was split for inputs such as {args or kwargs}, but this batch's are {_short(value)}: give "
+            "them as in example_inputs"
         )
 
     def _check(self, leaves: list[Any]) -> None:
@@ -66,22 +68,22 @@ class Inputs:
                 raise PipelineError(f"the module was split for a tensor of {len(wanted)} dimensions: {_short(leaf)}")
             if leaf.dtype != dtype:
                 raise PipelineError(
-                    f"the module was split for a tensor of {dtype}, not of {leaf.dtype}, for which forward may compute "
-                    "otherwise: convert the batch, or split with an example of that dtype"
+                    f"the module was split for a tensor of {dtype}, not of {leaf.dtype}, for which forward may "
+                    "compute something else: convert the batch, or split with an example of that dtype"
                 )
             for size, fixed in zip(sizes, wanted, strict=True):
                 if size != (seen.setdefault(fixed, size) if isinstance(fixed, str) else fixed):
                     raise PipelineError(
                         f"the module was split for inputs of shape {list(wanted)}, not {list(sizes)}: torch.export "
-                        "found the numbers fixed (split with another example, or without fixed_sizes), and equal "
-                        "names to be equal"
+                        "found that the numbers are fixed (split with another example, or without fixed_sizes) and "
+                        "that equal names are equal sizes"
                     )
         for branch in self.branches:
             if not branch.holds(seen):
                 found = [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
                 raise PipelineError(
                     f"{branch.where} branches on the inputs' sizes, and the module was split for the branch where "
-                    f"{branch.condition}, which is not so with {found} (the module takes {self._named()}): keep to "
+                    f"{branch.condition}, which is false for {found} (the module takes {self._named()}): use sizes of "
                     "that branch, or write the layers by hand"
                 )
 
@@ -90,7 +92,7 @@ class Inputs:
 
 
 class Definitions(tuple[str, ...]):
-    """Modules that define operations of a graph (torch.library): unpickling this imports them, as the graph needs."""
+    """Modules that define operations of a graph (torch.library); unpickling imports them."""
 
     def __reduce__(self) -> Any:
         if "__main__" in self:
@@ -101,7 +103,7 @@ class Definitions(tuple[str, ...]):
         return _imported, (tuple(self),)
 
     def __deepcopy__(self, memo: Any) -> Self:
-        return self  # within a process there is nothing to import
+        return self  # all modules are imported within this process
 
 
 def _imported(names: tuple[str, ...]) -> Definitions:
@@ -113,8 +115,10 @@ def _imported(names: tuple[str, ...]) -> Definitions:
 class PieceGraph(NamedTuple):
     """A piece in one mode: `graph(*state, *constants, *values)` returns the values that later pieces need.
 
-    definitions: first, so that they are unpickled before the graph. state: names of parameters and buffers.
-    inputs: on the first piece. outputs: on the last one, a template as there.
+    definitions: the first field, so that it is unpickled before the graph.
+    state: names of parameters and buffers.
+    inputs: on the first piece.
+    outputs: on the last one, a template as that of `Inputs`.
     """
 
     definitions: Definitions
@@ -137,17 +141,20 @@ def _part_of(definitions: Definitions, graph: GraphData, *others: Any) -> PieceG
 
 
 class Piece(Wrapper):
-    """A layer made by `split`: takes a tuple with every value that it or a later piece needs, and returns the next.
+    """A layer made by `split`: takes a tuple with every value that it or a later piece needs, and returns the next one.
 
-    Around a bare tree of modules that holds the parameters and buffers, under their names in the whole module.
-    order: all names of the whole module's state_dict. origin: the same for the pieces of one module.
+    It wraps a bare tree of modules with the parameters and buffers, under their names in the whole module.
+
+    order: all names of the whole module's state_dict.
+    origin: the same for the pieces of one module.
     """
 
     def __init__(
         self, tensors: nn.Module, parts: Mapping[bool, PieceGraph], order: tuple[str, ...], origin: str
     ) -> None:
         super().__init__(tensors)
-        self.parts = dict(parts)  # by `training`; out of sight of nn.Module, for they have no names of their own
+        # by `training`; a dict, which nn.Module does not see: the parts have no names of their own
+        self.parts = dict(parts)
         self.order = order
         self.origin = origin
 
@@ -155,7 +162,7 @@ class Piece(Wrapper):
         return type(self)(layer, self.parts, self.order, self.origin)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Where the tensors go (`Module.to`), there the operations make theirs, too."""
+        """Move the tensors (`Module.to`), and let the operations make theirs on the same device."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for training, part in self.parts.items():
             before = next(_devices_in(part), None)
@@ -169,15 +176,15 @@ class Piece(Wrapper):
         values = part.inputs.flat(value) if part.inputs is not None else value
         if not isinstance(values, (tuple, list)) or len(values) != part.values:
             raise PipelineError(
-                f"this piece of a split module takes {part.values} values of the piece before it, not {_short(value)}: "
-                "keep the pieces in order, next to each other, and all in one mode"
+                f"this piece of a split module takes {part.values} values from the piece before it, not "
+                f"{_short(value)}: keep the pieces in order, next to each other, and all in one mode"
             )
         made = part.graph(*(tensor_at(self.layer, name) for name in part.state), *part.constants, *values)
         return made if part.outputs is None else pytree.tree_unflatten(made, pytree.tree_structure(part.outputs))
 
 
 def _devices_in(part: PieceGraph) -> Iterator[torch.device]:
-    """Those of the example, which torch.export has written into constants and operations (arange, zeros)."""
+    """Yield the example's devices, which torch.export has written into constants and operations (arange, zeros)."""
     yield from (constant.device for constant in part.constants)
     for node in (node for graph in _graphs_in(part) for node in graph.graph.nodes):
         leaves: list[Any] = []
@@ -186,7 +193,10 @@ def _devices_in(part: PieceGraph) -> Iterator[torch.device]:
 
 
 def _moved(part: PieceGraph, device: torch.device) -> PieceGraph:
-    """Source: torch.export.passes.move_to_device_pass, which takes whole programs only."""
+    """Return the piece with its operations on a device.
+
+    Source: torch.export.passes.move_to_device_pass, which takes whole programs only.
+    """
     part = part._replace(graph=copy.deepcopy(part.graph), constants=tuple(c.to(device) for c in part.constants))
     for graph in _graphs_in(part):
         for node in graph.graph.nodes:
@@ -197,18 +207,21 @@ def _moved(part: PieceGraph, device: torch.device) -> PieceGraph:
 
 
 def _graphs_in(part: PieceGraph) -> list[fx.GraphModule]:
-    """Its own, and those of blocks such as torch.no_grad()'s."""
+    """Return the piece's own graph, and those of blocks such as torch.no_grad()'s."""
     return [module for module in part.graph.modules() if isinstance(module, fx.GraphModule)]
 
 
 def tensor_at(root: nn.Module, name: str) -> Any:
-    """What a dotted name stands for below a module."""
+    """Return the attribute with this dotted name below a module."""
     inner, _, attribute = name.rpartition(".")
     return getattr(root.get_submodule(inner), attribute)
 
 
 def holder(tensors: Mapping[str, tuple[Tensor, bool]], whole: nn.Module) -> nn.Module:
-    """A tree of bare modules with (tensor, persistent) under their names; their states are of the whole's versions."""
+    """Return a tree of bare modules with (tensor, persistent) under their names.
+
+    The modules have the state versions of the whole's modules.
+    """
     root = nn.Module()
     for name, (tensor, persistent) in tensors.items():
         *path, attribute = name.split(".")
@@ -229,7 +242,7 @@ def holder(tensors: Mapping[str, tuple[Tensor, bool]], whole: nn.Module) -> nn.M
 def inputs_of(
     example: tuple[tuple[Any, ...], dict[str, Any]], placeholders: list[fx.Node], branches: tuple[Branch, ...]
 ) -> Inputs:
-    """What an exported graph fixes about its inputs."""
+    """Return what an exported graph fixes about its inputs."""
     examples, spec = pytree.tree_flatten(example)
     leaves: list[tuple[torch.dtype | None, tuple[Any, ...]]] = []
     for node, example in zip(placeholders, examples, strict=True):
@@ -241,12 +254,15 @@ def inputs_of(
 
 
 def _fixed_or_named(size: int | torch.SymInt) -> int | str:
-    """A size that forward has made a number, in a loop over it or by a float of it, may still be a symbol's value."""
+    """Return a size as a number or a name.
+
+    A size that forward has made a number, in a loop over it or by a float of it, may still be a symbol's value.
+    """
     return int(str(size)) if str(size).isdecimal() else str(size)
 
 
 def template_of(spec: pytree.TreeSpec) -> Any:
-    """The containers of a pytree, with names for its leaves."""
+    """Return the containers of a pytree, with names for its leaves."""
     return pytree.tree_unflatten([f"leaf {index}" for index in range(spec.num_leaves)], spec)
 
 

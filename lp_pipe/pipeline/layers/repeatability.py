@@ -1,8 +1,9 @@
-"""Whether a forward computes the same in a second call, which is all that a graph of it can do.
+"""Checks that a forward computes the same in each call, which is all that an exported graph of it can do.
 
-What it keeps in attributes (a list of hidden states, a generator of its own, a dict that counts) the graph has as it
-was at the split, in every call. Neither the graph nor the attributes tell: many a module keeps there what it never
-reads again, such as its attention, for plots.
+torch.export writes down once what forward does anew in each call: draws from other generators, counts, new buffers. The
+graph also has attributes (a list of hidden states, a generator, a dict that counts) as they were at the split, in every
+call. Neither the graph nor the attributes show whether that matters, since many modules keep values that they never
+read again, such as attention for plots. So the forward is called twice.
 """
 
 import contextlib
@@ -25,9 +26,9 @@ _OF_MODULES = {*vars(nn.Module()), "forward"}
 
 @contextmanager
 def once_refused(module: nn.Module) -> Iterator[None]:
-    """The body traces `module`, whose graph will have the numbers that forward finds now, for ever.
+    """Trace `module` in the body, and refuse what its graph would repeat in all calls.
 
-    torch.export puts attributes back when it is done, so they are looked at where forward ends.
+    torch.export restores attributes when it is done, so they are compared where forward ends.
 
     Raises:
         PipelineError: forward draws from Python's or numpy's generator, changes a number or a flag of a module's, or
@@ -39,13 +40,13 @@ def once_refused(module: nn.Module) -> Iterator[None]:
     replaced: list[str] = []
 
     def begin(*_: Any) -> None:
-        buffers.update(_buffers(module))  # those that it is traced with
+        buffers.update(_buffers(module))  # the buffers that it is traced with
 
     def look(*_: Any) -> None:
         after = _numbers(module)
         changed.extend(name for name, value in before.items() if name in after and after[name] != value)
         others = [name for name, buffer in _buffers(module).items() if buffer is not buffers.get(name)]
-        # Of the module's own, which have no dot in their names, torch.export writes it down, if there was one.
+        # torch.export writes down a replaced buffer of the module itself (no dot in its name), if there was one before.
         replaced.extend(name for name in others if "." in name or buffers.get(name) is None)
 
     handles = [module.register_forward_pre_hook(begin), module.register_forward_hook(look)]
@@ -58,20 +59,21 @@ def once_refused(module: nn.Module) -> Iterator[None]:
         if draws[name] != now:
             raise _refusal(
                 module,
-                f"forward draws from {name}, and torch.export would write down this one draw, for all steps: draw by "
-                "torch (torch.rand), leave it out (such as SpecAugment, in the configuration)",
+                f"forward draws from {name}, and torch.export would write down this one draw, for all steps: draw "
+                "with torch (torch.rand), or switch it off (such as SpecAugment, in the configuration)",
             )
     if changed:
         raise _refusal(
             module,
-            f"forward changes {changed[0]!r}, which torch.export would write down as it is now, for all steps: "
-            "make it a buffer (a tensor) that forward writes to; if only the first call changes it, make one before",
+            f"forward changes {changed[0]!r}, which torch.export would write down as it is now, for all steps: make "
+            "it a buffer (a tensor) that forward writes to; if only the first call changes it, call forward once "
+            "before",
         )
     if replaced:
         raise _refusal(
             module,
-            f"forward gives another tensor in the place of buffer {replaced[0]!r}, which torch.export would not write "
-            "down: let the constructor register it in its shape, and forward write to it in place (copy_)",
+            f"forward replaces buffer {replaced[0]!r} by another tensor, which torch.export would not write down: "
+            "register it in its shape in the constructor, and let forward write to it in place (copy_)",
         )
 
 
@@ -85,15 +87,15 @@ def _draws() -> dict[str, Any]:
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """By their names, also those that are still None."""
+    """Return all buffers by name, also those that are None."""
     named = module.named_modules(remove_duplicate=False)
     return {f"{prefix}.{name}".lstrip("."): b for prefix, part in named for name, b in buffers_of(part).items()}
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
-    """Attributes that are plain numbers, in train mode also flags; a size that may change is none (a SymInt).
+    """Return attributes that are plain numbers, and in train mode also flags.
 
-    RWKV has a flag that follows `training`, and so changes in eval mode.
+    A size that may change is none (a SymInt). Flags count in train mode only: RWKV has one that follows `training`.
     """
     return {
         f"{prefix}.{name}" if prefix else name: value
@@ -103,19 +105,19 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
     }
 
 
-_SAMPLES = 2  # of the example, which may be large
+_SAMPLES = 2  # samples of the example, which may be large
 _Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def is_same_again(module: nn.Module, example: _Example) -> bool:
-    """Call a copy of the module twice, with the same parameters, buffers and draws; in the mode that it is in.
+    """Return whether two calls of a copy of the module, with the same parameters, buffers and draws, return the same.
 
-    True also where that cannot be told.
+    The mode is the one that the module is in. True also if that cannot be found out.
     """
     tensors = [*module.parameters(), *module.buffers(), *_tensors_in(example)]
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        return True  # a meta device computes nothing, and kernels of GPUs may add in any order
-    # An example may be of the right sizes only, with words that there are not; and a module may have no copies.
+        return True  # a meta device computes nothing, and GPU kernels may sum in any order
+    # An example may have the right sizes but impossible words, and a module may not allow copies.
     with contextlib.suppress(Exception):
         (twin,) = copied([module])
         buffers = [(inner, dict(buffers_of(inner))) for inner in twin.modules()]
@@ -132,17 +134,17 @@ def is_same_again(module: nn.Module, example: _Example) -> bool:
 
 
 def refusal(module: nn.Module) -> PipelineError:
-    """Where it is not."""
+    """Return the error for a module that is not the same again."""
     return PipelineError(
         f"{type(module).__name__} cannot be split: forward computes something else when it is called again with the "
-        "same input, by what it keeps beside parameters and buffers (an attribute, a list, a generator of its own), "
-        "and torch.export would write down its first call, for all steps: make it a buffer that forward writes to, "
-        "draw by torch (torch.rand), or write the layers by hand"
+        "same input, because of state beside parameters and buffers (an attribute, a list, a generator), and "
+        "torch.export would write down its first call, for all steps: make it a buffer that forward writes to, draw "
+        "with torch (torch.rand), or write the layers by hand"
     )
 
 
 def _results(module: nn.Module, example: _Example) -> list[Tensor]:
-    """What it returns, and what it has written to buffers."""
+    """Return what the module returns, and its buffers after the call."""
     args, kwargs = pytree.tree_map_only(
         Tensor, lambda tensor: (tensor[:_SAMPLES] if tensor.dim() else tensor).detach().clone(), example
     )
@@ -153,7 +155,7 @@ def _results(module: nn.Module, example: _Example) -> list[Tensor]:
 
 @contextmanager
 def _others_as_before() -> Iterator[None]:
-    """Who draws from these is told so where it is traced."""
+    """Restore the generators of Python and numpy after the body; `once_refused` reports draws from them."""
     pythons, numpys = random.getstate(), np.random.get_state()
     try:
         yield
@@ -167,9 +169,9 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _are_close(first: Tensor, second: Tensor) -> bool:
-    """As threads leave them, which may add in any order."""
+    """Return whether two results are equal but for the order in which threads sum."""
     one, other = (x.to_dense() if x.layout is not torch.strided else x for x in (first, second))
     if one.dtype == other.dtype and torch.equal(one, other):
-        return True  # before any wide copies: the logits of a long text may be a large part of the memory
+        return True  # before making wide copies: the logits of a long text may take much of the memory
     one, other = one.to(torch.complex128), other.to(torch.complex128)
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)

@@ -1,12 +1,12 @@
-"""The blocks that a module repeats, such as the layers of a transformer: where `split` cuts by itself."""
+"""The blocks that a module repeats, such as the layers of a transformer: `split_points="auto"` cuts before them."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
-_LEAST_SHARE = 0.1  # of the parameters of all blocks; what has less is a head or a stem
-_ALIKE = 2  # the largest block of a class has at most so many times the parameters of the smallest
+_LEAST_SHARE = 0.1  # of the parameters of all blocks; a class with less is a head or a stem
+_ALIKE = 2  # the largest block of a class has at most this many times the parameters of the smallest
 _FEW = 4
 
 
@@ -48,12 +48,12 @@ def _outermost(module: nn.Module, prefix: str) -> Iterator[_RepeatedBlock]:
 
 
 def _refined(blocks: Sequence[_RepeatedBlock]) -> list[_RepeatedBlock]:
-    """The same blocks, or those within them where these share the work out more evenly."""
+    """Return the same blocks, or the blocks within them if these divide the parameters more evenly."""
     refined: list[_RepeatedBlock] = []
     for alike in _by_class(blocks):
         sizes = [block.size for block in alike]
         inner = [block for outer in alike for block in _outermost(outer.module, f"{outer.name}.")]
-        within = [block for block in inner if next(block.module.children(), None) is not None]  # no single Linear
+        within = [block for block in inner if next(block.module.children(), None) is not None]  # not a single Linear
         is_uneven = len(alike) < _FEW or max(sizes) > _ALIKE * min(sizes)
         has_most = 2 * sum(block.size for block in within) > sum(sizes)
         refined += _refined(within) if is_uneven and has_most else alike

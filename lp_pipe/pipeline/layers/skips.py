@@ -1,4 +1,4 @@
-"""Values that skip layers: `Stash` sets one aside, a later `Pop` takes it, however many stages lie between.
+"""Values that skip layers: `Stash` sets one aside, a later `Pop` takes it, over any number of stages.
 
     U-Net:  Stash("a", down) -> Stash("b", down) -> bottom -> Pop("b", up) -> Pop("a", up)
 
@@ -20,7 +20,7 @@ from lp_pipe.private_torch import pytree
 
 
 class Skip(Wrapper):
-    """A layer with a name for its skip. One layer may have two: `Pop("a", Stash("b", layer))` calls `layer(x, a)`."""
+    """A layer with a name for its skip. A layer may have two: `Pop("a", Stash("b", layer))` calls `layer(x, a)`."""
 
     def __init__(self, name: str, layer: Any) -> None:
         super().__init__(layer)
@@ -31,17 +31,17 @@ class Skip(Wrapper):
 
 
 class Stash(Skip):
-    """`layer(x) -> (y, value)`: y flows on, value waits for the Pop of this name.
+    """`layer(x) -> (y, value)`: y goes to the next layer, value waits for the Pop of this name.
 
-    The value stays as it was here, whatever later layers do to y in place. Where it is y, its gradient is added to what
-    the layers behind found for y, as one term, in a pipeline as in one process.
+    The value stays as it was here, even if later layers write to y in place. If it is y, its gradient is added to the
+    gradient that the layers behind found for y, as one term, in a pipeline as in one process.
     """
 
     def forward(self, *inputs: Any) -> tuple[Any, Any]:
         return self.outputs(self.layer(*inputs))
 
     def outputs(self, made: Any) -> tuple[Any, Any]:
-        """What the layer has made, as (y, value).
+        """Return what the layer has made, as (y, value).
 
         Raises:
             PipelineError: it is no pair.
@@ -54,16 +54,16 @@ class Stash(Skip):
 
 
 class Pop(Skip):
-    """`layer(x, value)` is called with what the Stash of this name has set aside."""
+    """`layer(x, value)` is called with the value that the Stash of this name has set aside."""
 
     def forward(self, *inputs: Any) -> Any:
         return self.layer(*inputs)
 
 
 class Sequential(nn.Sequential):
-    """nn.Sequential for layers among which there are Stash and Pop: the whole model in one process."""
+    """nn.Sequential for layers with Stash and Pop among them: the whole model in one process."""
 
-    calls_in_order = True  # so that it may be a model's layers, for all that its forward is its own
+    calls_in_order = True  # allows it as a model's layers, although it overrides forward
 
     def __init__(self, layers: Sequence[nn.Module] | Mapping[str, nn.Module]) -> None:
         super().__init__(*(layers.values() if isinstance(layers, Mapping) else layers))
@@ -76,10 +76,10 @@ class Sequential(nn.Sequential):
 
 
 def call(layer: nn.Module, inputs: tuple[Any, ...], stashed: dict[str, Any]) -> Any:
-    """A layer's output; Stash and Pop put values into `stashed`, and take them out.
+    """Return a layer's output; Stash and Pop put values into `stashed`, and take them out.
 
     Raises:
-        PipelineError: a Pop finds nothing.
+        PipelineError: a Pop finds no value.
     """
     if isinstance(layer, Stash):
         output, stashed[layer.name] = layer.outputs(call(layer.layer, inputs, stashed))
@@ -87,28 +87,28 @@ def call(layer: nn.Module, inputs: tuple[Any, ...], stashed: dict[str, Any]) -> 
     if isinstance(layer, Pop):
         if layer.name not in stashed:
             raise PipelineError(
-                f"Pop({layer.name!r}): no layer before it has stashed that: add pp.Stash({layer.name!r}, …)"
+                f"Pop({layer.name!r}): no layer before it has stashed this value: add pp.Stash({layer.name!r}, …)"
             )
         return call(layer.layer, (*inputs, stashed.pop(layer.name)), stashed)
     return layer(*inputs)
 
 
 def layer_sources(model: Model) -> list[Any]:
-    """As `sources_of`; but in place of the factory of a Stash or Pop that itself, whose name setup must know.
+    """Return `sources_of` the model, with each Stash or Pop itself in place of its factory: setup must know its name.
 
     Raises:
-        PipelineError: as there.
+        PipelineError: as `sources_of`.
     """
     return [_seen_by_setup(source) for source in sources_of(model)]
 
 
 def popped_by(layers: Sequence[Any]) -> list[str]:
-    """The names of the values that the layers take."""
+    """Return the names of the values that the layers take."""
     return [skip.name for layer in layers for skip in _skips_of(layer) if isinstance(skip, Pop)]
 
 
 def skip_edges(sources: Sequence[Any], cuts: Sequence[int]) -> list[ScheduleEdge]:
-    """The channels of the values that pass from stage to stage, and of their gradients.
+    """Return the channels of the values that pass from stage to stage, and of their gradients.
 
     Raises:
         PipelineError: a value is stashed or popped twice, never, or in the wrong order.
@@ -134,27 +134,25 @@ def _seen_by_setup(source: Any) -> Any:
 def _check_turn(skip: Skip, index: int, ends: list[int]) -> None:
     what = f"layer {index}, {type(skip).__name__}({skip.name!r})"
     if isinstance(skip, Pop) and not ends:
-        raise PipelineError(f"{what}: no layer before it stashes that: add pp.Stash({skip.name!r}, …) before it")
+        raise PipelineError(f"{what}: no layer before it stashes this value: add pp.Stash({skip.name!r}, …) before it")
     if isinstance(skip, Stash) and ends:
-        raise PipelineError(f"{what}: this name is stashed already: give each value a name of its own")
+        raise PipelineError(f"{what}: this name is stashed already: give each value its own name")
     if len(ends) > 1:
-        raise PipelineError(f"{what}: the value is popped already: stash it once more, under another name")
+        raise PipelineError(f"{what}: the value is popped already: stash it again under another name")
 
 
 def _skips_of(layer: Any) -> list[Skip]:
-    """In the order in which they act: Pops before the layer, Stashes after it."""
+    """Return a layer's skips in the order in which they act: Pops before the layer, Stashes after it."""
     skips: list[Skip] = []
     while isinstance(layer, Skip):
         skips.append(layer)
         layer = layer.layer
     for module in layer.modules() if isinstance(layer, nn.Module) else ():
         if isinstance(module, Skip):
-            raise PipelineError(
-                f"{type(module).__name__}({module.name!r}) is inside of another module: make it a layer"
-            )
+            raise PipelineError(f"{type(module).__name__}({module.name!r}) is inside another module: make it a layer")
     return sorted(skips, key=lambda skip: isinstance(skip, Stash))
 
 
 def _apart(tensor: Tensor, memory: set[int]) -> Tensor:
-    """A node of its own in the graph; memory of its own where a later layer could write to it."""
+    """Return the tensor as a node of its own in the graph, in its own memory if a later layer could write to it."""
     return tensor.clone() if tensor.untyped_storage().data_ptr() in memory else tensor.view_as(tensor)

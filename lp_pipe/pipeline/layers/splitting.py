@@ -1,4 +1,4 @@
-"""Any nn.Module as a list of layers: torch.export writes its forward down, split points cut what it wrote."""
+"""Split any nn.Module into layers: torch.export writes its forward down, and split points cut the graph."""
 
 import difflib
 import functools
@@ -33,23 +33,23 @@ def split(
 ) -> list[nn.Module]:
     """Cut `module` into layers for a pp.Model; their parameters keep the names that they have in it.
 
-    Values that a later piece needs travel through the pieces between, so that the cut model may be any DAG. The pieces
-    have the module's own parameters, which a pipeline copies. Train mode is the one that each submodule is in now; in
-    evaluation all of them are in eval mode. Dropout draws under the `step_rng` of its piece.
+    Values that a later piece needs travel through the pieces between, so the cut model may be any DAG. The pieces have
+    the module's own parameters, which a pipeline copies. In train mode each submodule has the mode that it is in now;
+    in evaluation all are in eval mode. Dropout draws under the `step_rng` of its piece.
 
     example_inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments, of at least two samples;
         batches are given likewise. They may have any number of samples, and other sizes where the module leaves them
         open.
     split_points: names of submodules before which to cut; or {name: "beginning" | "end"}, also as torch's SplitPoint.
-        "auto": before each of the blocks that the module repeats in an nn.ModuleList or nn.Sequential. Without any
-        the module calls torch.distributed.pipelining.pipe_split() where it is to be cut.
+        "auto": before each of the blocks that the module repeats in an nn.ModuleList or nn.Sequential. If empty, the
+        module calls torch.distributed.pipelining.pipe_split() where it is to be cut.
     fixed_sizes: all other sizes are the example's in every batch. For a module that pads or makes windows (a Swin
-        transformer) torch.export then takes seconds, and minutes where it has to leave them open.
+        transformer) torch.export then takes seconds, and minutes if it has to leave them open.
 
     Raises:
-        PipelineError: a name is unknown or never reached, a piece would be empty, the module has a backward of its own
-            (a torch.autograd.Function, a hook), its forward depends on earlier calls, or torch.export cannot take it;
-            then its error is the cause.
+        PipelineError: a name is unknown or never reached, a piece would be empty, the module has its own backward (a
+            torch.autograd.Function, a hook), its forward depends on earlier calls, or torch.export cannot take it; then
+            torch's error is the cause.
     """
     if not isinstance(module, nn.Module):
         raise PipelineError(f"split() takes an nn.Module, not {type(module).__name__}")
@@ -59,16 +59,18 @@ def split(
     example: tuple[tuple[Any, ...], dict[str, Any]] = ((), example_inputs)
     if not isinstance(example_inputs, dict):
         example = (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
-    is_same = is_same_again(module, example)  # before: it may keep what is traced
+    is_same = is_same_again(module, example)  # before tracing, since the module may keep traced values
     with _marked(module, spec):
         points = list(spec)
         traced = {True: trace(module, example, points, "train", fixed_sizes, where_possible=is_auto)}
         with _all_in_eval_mode(module):
             traced[False] = trace(module, example, points, "eval", fixed_sizes, where_possible=is_auto)
     if len(traced[True].cuts) != len(traced[False].cuts):
-        raise PipelineError("the module has other pieces in eval mode than in train mode: use the same split points")
+        raise PipelineError(
+            "the module has other pieces in eval mode than in train mode: let both modes reach the same split points"
+        )
     pieces = _pieces(module, traced)
-    if not is_same:  # for which there was no better reason
+    if not is_same:  # reported last: other errors say more
         raise refusal(module)
     return pieces
 
@@ -104,7 +106,10 @@ def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoi
 
 
 def _each_once(example_inputs: Any) -> Any:
-    """A tensor that is there twice, as ids and as labels, would be one input for torch.export; batches have two."""
+    """Return the inputs with a copy of each tensor that comes again.
+
+    torch.export would take one tensor, given as ids and as labels, for one input, but batches have two.
+    """
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:
@@ -118,7 +123,7 @@ def _each_once(example_inputs: Any) -> Any:
 
 @contextmanager
 def _marked(module: nn.Module, spec: dict[str, SplitPoint]) -> Iterator[None]:
-    """Have the forwards of the named submodules call `pipe_split` in the body; afterwards each has its own again."""
+    """Let the forwards of the named submodules call `pipe_split` in the body; then restore their own."""
     marked = [module.get_submodule(name) for name in spec]
     before = [submodule.__dict__.get("forward") for submodule in marked]
     try:
@@ -175,9 +180,9 @@ def _pieces(module: nn.Module, traced: Mapping[bool, Traced]) -> list[nn.Module]
 
 
 def _shared_out(module: nn.Module, used: Sequence[set[str]], changed: set[str]) -> list[dict[str, tuple[Tensor, bool]]]:
-    """Which piece holds which parameters and buffers. Every name is somewhere, in the module's order.
+    """Return the parameters and buffers that each piece holds. Every name is in one of them, in the module's order.
 
-    A parameter that two pieces use is one object in both, which makes them tied. A buffer that nobody writes to is
+    A parameter that two pieces use is one object in both, which makes them tied. A buffer that no piece writes to is
     copied instead: two stages may then have it.
     """
     tensors = {**dict(module.named_parameters(remove_duplicate=False))}
@@ -201,7 +206,7 @@ def _shared_out(module: nn.Module, used: Sequence[set[str]], changed: set[str]) 
 
 
 def _parts(own: set[str], traced: Traced) -> list[PieceGraph]:
-    """Every piece's graph, with the values that are alive where it begins and where it ends.
+    """Return every piece's graph, with the values that are alive where it begins and where it ends.
 
     own: names of the module's parameters and buffers.
     """
@@ -266,7 +271,7 @@ def _definitions(nodes: list[fx.Node]) -> Definitions:
 
 
 def _bare(graph: Any) -> Any:
-    """Without what torch.export noted for compilers, which holds fake tensors and does not travel."""
+    """Return the graph without torch.export's notes for compilers, which hold fake tensors and cannot be pickled."""
     for module in graph.modules():
         if isinstance(module, fx.GraphModule):
             module.meta.clear()

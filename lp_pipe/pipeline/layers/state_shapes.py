@@ -1,4 +1,4 @@
-"""Whether the tensors of a state have the names and shapes of the model that is to take them."""
+"""Checks that the tensors of a state have the names and shapes of the model that is to load them."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -11,7 +11,7 @@ from lp_pipe.private_torch import errors_of_reading, reads_own_state
 
 
 def check_names(given: Collection[str], known: Collection[str], what: str, advice: str = "") -> None:
-    """Refuse a state that has not the model's names.
+    """Refuse a state with other names than the model's.
 
     Raises:
         PipelineError: names are missing or unknown.
@@ -27,12 +27,12 @@ def check_shapes(
     what: str,
     fitting: Callable[[dict[str, Tensor]], Collection[str]],
 ) -> None:
-    """Refuse before anything was changed what load_state_dict would refuse in the middle.
+    """Refuse, before anything is changed, a state at which load_state_dict would fail halfway.
 
-    fitting: which names of tensors that have another shape than `own` the modules take even so.
+    fitting: returns which names of tensors with another shape than in `own` the modules take even so.
 
     Raises:
-        PipelineError: a tensor has another shape, or is none.
+        PipelineError: a value has another shape, or is no tensor.
     """
     for name, value in own.items():
         if isinstance(value, Tensor) and not isinstance(state[name], Tensor):
@@ -45,7 +45,7 @@ def check_shapes(
 def misfits(
     state: Mapping[str, Any], own: Mapping[str, Any], fitting: Callable[[dict[str, Tensor]], Collection[str]]
 ) -> list[str]:
-    """Return the names of the state's tensors that have another shape than `own`, and that no module takes even so.
+    """Return the names of tensors with another shape than in `own` that no module takes.
 
     fitting: as in `check_shapes`.
     """
@@ -56,10 +56,12 @@ def misfits(
 
 
 def taken_by(named_layers: Iterable[tuple[str, nn.Module]], state: Mapping[str, Tensor]) -> set[str]:
-    """Which of these tensors, that have another shape than the layers', their modules would take even so.
+    """Return which of these tensors, of other shapes than the layers', the layers' modules would take.
 
-    Those that read a state in their own way may, such as observers of quantisation, which make their ranges as long as
-    a weight has channels once they have seen it. named_layers: with the prefixes of their names in the state.
+    Modules that read a state in their own way may, such as observers of quantisation, which make their ranges as long
+    as a weight has channels once they have seen it.
+
+    named_layers: with the prefixes of their names in the state.
     """
     taken: set[str] = set()
     for prefix, layer in named_layers:

@@ -1,8 +1,9 @@
-"""Parameters that several layers have in common: which they are, and one object for each in a stage.
+"""Parameters that several layers share, and one object for each of them in a stage.
 
 The first stage that has such a parameter owns it: there it is in the optimizer, counts in the norm, and is saved. The
-other stages borrow it. In every micro-batch a borrower's gradient goes to the stage before it that has the parameter
-too, where autograd adds to it as it would in one process, last use first; after the step the owner sends the weight.
+other stages borrow it. In every micro-batch a borrower's gradient goes to the next earlier stage that has the
+parameter, where autograd adds to it as it would in one process, last use first. After the step the owner sends the
+weight.
 """
 
 import copy
@@ -20,11 +21,13 @@ from lp_pipe.pipeline.layers.wrapper import unwrapped
 from lp_pipe.pipeline.schedule.channels import EdgeKind, ScheduleEdge
 from lp_pipe.private_torch import buffers_of, is_batch_norm
 
-Names = tuple[str, ...]  # of one parameter, in the order of the layers; the first one is what the optimizer sees
+Names = tuple[str, ...]  # names of one parameter, in the order of the layers; the optimizer sees the first
 
 
 def tied_names(sources: Sequence[Any], pairs: Sequence[tuple[str, str]]) -> list[Names]:
-    """All names of every parameter that has more than one: from the model's `tied`, or one object in ready-made layers.
+    """Return all names of every parameter that has more than one.
+
+    Such parameters are listed in the model's `tied`, or are one object in ready-made layers.
 
     Raises:
         PipelineError: a pair names no parameter, or parameters of different shapes.
@@ -43,7 +46,7 @@ def tied_names(sources: Sequence[Any], pairs: Sequence[tuple[str, str]]) -> list
 
 
 def tied_edges(groups: Sequence[Names], cuts: Sequence[int]) -> list[ScheduleEdge]:
-    """The channels on which gradients of tied parameters come to their owners, and new weights go back."""
+    """Return the channels that carry gradients of tied parameters to their owners, and new weights back."""
     found: dict[tuple[EdgeKind, int, int], list[str]] = {}
     for names in groups:
         holders = sorted({stage_of(layer_of(name), cuts) for name in names})
@@ -56,9 +59,9 @@ def tied_edges(groups: Sequence[Names], cuts: Sequence[int]) -> list[ScheduleEdg
 def tie(
     layers: Sequence[nn.Module], first_layer: int, groups: Sequence[Names], owners: Mapping[int, Any], seed: int
 ) -> dict[str, nn.Parameter]:
-    """Let a stage's layers have one object for each tied parameter; returns them by the first of their names.
+    """Give a stage's layers one object for each tied parameter; return these by the first of their names.
 
-    owners: sources of layers on earlier stages whose parameters begin with other values than this stage's.
+    owners: sources of layers on earlier stages whose parameters have other initial values than this stage's.
     """
     tied: dict[str, nn.Parameter] = {}
     built = {index: build_layers([source], index, seed)[0] for index, source in owners.items()}
@@ -77,30 +80,32 @@ def tie(
 
 
 def _borrowed(parameter: nn.Parameter) -> nn.Parameter:
-    """A copy without hooks: the owner's run on the sum of all gradients, once."""
+    """Return a copy without hooks: the owner's run on the sum of all gradients, once."""
     result = copy.deepcopy(parameter)
     vars(result).update(vars(parameter))
     return result
 
 
 def layer_of(name: str) -> int:
-    """The index of a parameter's layer; -1 where the name is not one of nn.Sequential's."""
+    """Return the index of a parameter's layer; -1 if the name is not one of nn.Sequential's."""
     index = name.split(".", 1)[0]
     return int(index) if index.isdecimal() else -1
 
 
 def shared_buffers(sources: Sequence[Any], cuts: Sequence[int]) -> dict[str, str]:
-    """The names of buffers that layers of different stages have in common, each with what to say if one writes to it.
+    """Return the names of buffers that layers of different stages share, each with the error for a write to it.
 
     Each stage has a copy, which is right for constants, such as rotary angles and masks.
 
     Raises:
-        PipelineError: a BatchNorm's, which two stages would update; names both layers and says how to cut instead.
+        PipelineError: two stages would update a BatchNorm's buffer; the error names both layers and says how to cut
+            instead.
     """
     firsts: dict[int, tuple[int, str]] = {}
     found: dict[str, str] = {}
     for index, source in enumerate(sources):
-        is_piece = any(isinstance(module, Piece) for module in _ready(source).modules())  # it has copies of constants
+        # a piece has copies of constants
+        is_piece = any(isinstance(module, Piece) for module in _ready(source).modules())
         for place, module in _ready(source).named_modules(prefix=str(index)):
             for attribute, buffer in buffers_of(module).items():
                 name = f"{place}.{attribute}"
@@ -108,8 +113,8 @@ def shared_buffers(sources: Sequence[Any], cuts: Sequence[int]) -> dict[str, str
                 if any(first < cut <= index for cut in cuts):
                     why = (
                         f"layers {first} and {index} share a buffer ({name}) that training writes to, but are in "
-                        f"different stages (cuts {list(cuts)}): choose cut points that leave layers {first} to {index} "
-                        "in one stage, or give each a buffer of its own"
+                        f"different stages (cuts {list(cuts)}): choose cut points that leave layers {first} to "
+                        f"{index} in one stage, or give each a buffer of its own"
                     )
                     if is_piece or is_batch_norm(module):
                         raise PipelineError(why)
@@ -119,7 +124,7 @@ def shared_buffers(sources: Sequence[Any], cuts: Sequence[int]) -> dict[str, str
 
 
 def _named_parameters(sources: Sequence[Any], wanted: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Of ready-made layers and the `wanted` ones, every name of every parameter."""
+    """Yield every name of every parameter, for ready-made layers and the `wanted` ones."""
     for index, source in enumerate(sources):
         module = outlined(source) if index in wanted else _ready(source)
         yield from module.named_parameters(prefix=str(index), remove_duplicate=False)
@@ -151,7 +156,7 @@ def _join(same: dict[str, set[str]], one: str, other: str) -> None:
 
 
 def _place(layers: Mapping[int, nn.Module], name: str) -> tuple[nn.Module, str]:
-    """The module that has a parameter, and the attribute that it is there."""
+    """Return the module that has a parameter, and the parameter's attribute there."""
     index, path = name.split(".", 1)
     inner, _, attribute = path.rpartition(".")
     return unwrapped(layers[int(index)]).get_submodule(inner), attribute

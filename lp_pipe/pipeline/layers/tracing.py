@@ -1,4 +1,4 @@
-"""What torch.export writes down of a module's forward, cut where the module marks it."""
+"""The graph that torch.export makes of a module's forward, cut where the module marks it."""
 
 import inspect
 import linecache
@@ -27,11 +27,11 @@ from lp_pipe.private_torch import (
 
 
 class Traced(NamedTuple):
-    """What torch.export found in one mode; `cuts` has the nodes of every piece, without inputs and state."""
+    """The graph that torch.export found in one mode; `cuts` has the nodes of every piece, without inputs and state."""
 
     root: nn.Module
     inputs: Inputs
-    outputs: Any  # a template, as Part has it
+    outputs: Any  # a template, as that of PieceGraph
     placeholders: list[fx.Node]
     cuts: list[list[fx.Node]]
     results: fx.Node
@@ -46,13 +46,14 @@ def trace(
     *,
     where_possible: bool = False,
 ) -> Traced:
-    """The module as it is now, which is `mode` for whoever reads of it.
+    """Trace the module as it is now, in the given mode.
 
-    points: the submodules that are marked, for messages. fixed_sizes: but for the first, the number of samples.
+    points: the submodules that are marked, for errors.
+    fixed_sizes: fix all sizes but the number of samples.
     where_possible: leave out marks that forward does not reach, and those that would make an empty piece.
 
     Raises:
-        PipelineError: torch.export cannot take it, or the marks do not cut it into that many pieces.
+        PipelineError: torch.export cannot take the module, or the marks do not cut it into that many pieces.
     """
     exported, root = exported_in(mode, module, example, fixed_sizes=fixed_sizes)
     check_as_asked(root)
@@ -103,20 +104,21 @@ _TALKATIVE = (
     "torch.fx.experimental.symbolic_shapes",
 )
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_Example = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+_Example = tuple[tuple[Any, ...], dict[str, Any]]  # (positional arguments, keyword arguments)
 
 
 def exported_in(
     mode: str, module: nn.Module, example: _Example, *, fixed_sizes: bool
 ) -> tuple[torch.export.ExportedProgram, fx.GraphModule]:
-    """The program, and its graph as a module.
+    """Return the exported program, and its graph as a module.
 
-    The number of samples must be free, which is an error where it is not; other sizes are where they can be.
+    The number of samples is free, or that is an error; other sizes are free if they can be.
 
-    mode: the one that the module is in, for the error. fixed_sizes: of all but the number of samples.
+    mode: the one that the module is in, for errors.
+    fixed_sizes: fix all sizes but the number of samples.
 
     Raises:
-        PipelineError: torch.export cannot take the module, or its graph would compute otherwise.
+        PipelineError: torch.export cannot take the module, or its graph would compute something else.
     """
     try:
         with _quiet(), _by_known_names(module, example) as example:
@@ -125,13 +127,13 @@ def exported_in(
                     torch.export.Dim.STATIC if fixed_sizes else torch.export.Dim.AUTO, module, example
                 )
             except NotImplementedError:
-                # AlexNet's pooling to 6 x 6: torch has sympy solve for which sizes its graph holds, and sympy gives up.
+                # AlexNet's pooling to 6 x 6: torch asks sympy for which sizes its graph holds, and sympy gives up.
                 exported = _exported_with(torch.export.Dim.STATIC, module, example)
-            # Its guards are for exactly the example's kind of call; `Inputs` checks what matters here.
+            # The program's guards allow exactly the example's kind of call; `Inputs` checks what matters here.
             return exported, exported.module(check_guards=False)
     except PipelineError:
         raise
-    except Exception as error:  # whatever the module's own forward raises comes through, too
+    except Exception as error:  # also errors of the module's own forward
         raise not_exported(module, mode, error) from error
 
 
@@ -141,7 +143,7 @@ def _exported_with(other_sizes: Any, module: nn.Module, example: _Example) -> to
         if isinstance(tensor, Tensor) and tensor.dim():
             sizes[tensor] = dict(enumerate([torch.export.Dim.DYNAMIC, *[other_sizes] * (tensor.dim() - 1)]))
     dynamic = sizes.dynamic_shapes(module, *example)
-    # Where the caller is in a torch.no_grad(), the graph would not have those of the module.
+    # In a caller's torch.no_grad(), the graph would not have the module's own ones.
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -154,10 +156,10 @@ def _exported_with(other_sizes: Any, module: nn.Module, example: _Example) -> to
 
 @contextmanager
 def _by_known_names(module: nn.Module, example: _Example) -> Iterator[_Example]:
-    """Yield what to call the module with in the body, so that torch.export knows the name of every argument.
+    """Yield the arguments to call the module with in the body, so that torch.export knows the name of every one.
 
-    It refuses keywords that forward takes by **kwargs, as that of a wrapper does (PeftModel), or options (Llama's
-    num_items_in_batch). Then forward takes two containers in the body, with the same leaves in the same order.
+    torch.export refuses keywords that forward takes by **kwargs, as that of a wrapper does (PeftModel), or options
+    (Llama's num_items_in_batch). Then forward takes two containers in the body, with the same leaves in the same order.
     """
     args, kwargs = example
     known = inspect.signature(module.forward).parameters
@@ -180,7 +182,7 @@ def _by_known_names(module: nn.Module, example: _Example) -> Iterator[_Example]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep from the terminal what torch writes of what it then solves in another way, or raises."""
+    """Suppress what torch prints about problems that it then solves in another way, or raises."""
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -196,7 +198,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _WithoutGraphs:
-    """A stream without the graph that torch.export prints, whole, before it raises."""
+    """A stream without the whole graph that torch.export prints before it raises."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -211,22 +213,22 @@ class _WithoutGraphs:
 
 
 _OF_VALUES = (
-    "A graph has no branches that depend on values, and no sizes that do (.item(), .tolist(), nonzero(), a mask as an "
-    "index): compute with tensors (torch.where), switch it off in the configuration, or write the layers by hand"
+    "A graph has no branches and no sizes that depend on values (.item(), .tolist(), nonzero(), a mask as an index): "
+    "compute with tensors (torch.where), switch it off in the configuration, or write the layers by hand"
 )
 _OF_SAMPLES = (
-    "Micro-batches have any number of samples. Usual reasons: a number of samples that forward has written down "
-    "(x.view(4, -1)); an example with fewer than 2 samples in a tensor. Else write the layers by hand"
+    "Micro-batches have any number of samples. Usual reasons: a number of samples that is written in forward "
+    "(x.view(4, -1)); an example with fewer than 2 samples in a tensor. Otherwise write the layers by hand"
 )
-# What torch's error says, with what to do then. Of other errors torch's own text is all that we know.
+# Texts of torch's errors, each with the advice for it. Other errors get torch's own text alone.
 _ADVICE = {
     "UncapturedHigherOrderOpError": (
-        "torch.cond and the like are not taken: a torch.autograd.Function in a branch would lose its backward unseen. "
-        "Write the layers by hand"
+        "torch.cond and the like cannot be split: a torch.autograd.Function in a branch would lose its backward "
+        "without an error. Write the layers by hand"
     ),
     "in output, which is not a known type": (
-        "Have forward return tensors and plain containers only: without a cache, for a model of transformers "
-        "(config.use_cache=False). Or register the class, by torch.utils._pytree.register_pytree_node"
+        "Let forward return only tensors and plain containers: without a cache, for a model of transformers "
+        "(config.use_cache=False). Or register the class with torch.utils._pytree.register_pytree_node"
     ),
     "data-dependent": _OF_VALUES,
     "Constraints violated": _OF_SAMPLES,
@@ -235,10 +237,10 @@ _ADVICE = {
 
 
 def not_exported(module: nn.Module, mode: str, error: Exception) -> PipelineError:
-    """What to say of an error of torch.export, or of forward in it, and at which of forward's lines."""
+    """Return the error for a failure of torch.export, or of forward in it, with the line of forward."""
     text = f"{type(error).__name__}: {str(error).strip()}"
     advice = next((advice for sign, advice in _ADVICE.items() if sign in text), "")
-    if advice:  # which says more than torch's own, of a hundred lines
+    if advice:  # the advice says more than torch's hundred lines
         lines = text.splitlines()
         text = " ".join(lines[: 2 if lines[0].endswith(":") else 1]).split(". ")[0]
     what = f"{text.rstrip('.: ')}{_line_of_forward(error)}" + (f". {advice}" if advice else "")
@@ -246,10 +248,10 @@ def not_exported(module: nn.Module, mode: str, error: Exception) -> PipelineErro
 
 
 def _line_of_forward(error: Exception) -> str:
-    """The innermost line of a module's method: torch names lines of its own, or ours."""
+    """Return the innermost line of a module's method; torch names its own lines, or ours."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        # Its first argument, which not everybody calls self.
+        # The first argument, which may have another name than self.
         owner, file = _first_argument(frame), frame.f_code.co_filename
         if isinstance(owner, nn.Module) and not Path(file).is_relative_to(_TORCH):
             source = linecache.getline(file, line).strip()

@@ -1,4 +1,4 @@
-"""A layer inside of another module that leaves no trace in the names of its parameters."""
+"""A layer inside another module that does not show in the names of its parameters."""
 
 from collections.abc import Iterator
 from typing import Any, Self
@@ -9,7 +9,7 @@ from lp_pipe.pipeline.layers.model import Layer
 
 
 class Wrapper(nn.Module):
-    """`layer` is a module, or a pp.Layer that its stage builds; it may be a Wrapper itself."""
+    """A module around `layer`: a module, a pp.Layer that its stage builds, or another Wrapper."""
 
     goes_by_its_layer = False  # in profiles, plans and messages
 
@@ -20,7 +20,7 @@ class Wrapper(nn.Module):
         self.layer: Any = layer
 
     def around(self, layer: Any) -> Self:
-        """The same around another layer."""
+        """Return the same wrapper around another layer."""
         raise NotImplementedError
 
     @property
@@ -28,13 +28,13 @@ class Wrapper(nn.Module):
         return self.layer.is_built if isinstance(self.layer, Wrapper) else isinstance(self.layer, nn.Module)
 
     def build(self) -> Self:
-        """The same around the module that the pp.Layer makes; the caller seeds the generator."""
+        """Return the same wrapper around the module that the pp.Layer builds; the caller seeds the generator."""
         return self.around(self.layer.build())
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """This and the layer have one name, so that all below it is named as it would be alone."""
+        """Yield this module and the layer's modules; both have one name, so names below are as without the wrapper."""
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:
@@ -44,11 +44,11 @@ class Wrapper(nn.Module):
                 yield from self.layer.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the layer."""
+        """Return the layer's state_dict."""
         return self.layer.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Into the layer."""
+        """Load into the layer."""
         return self.layer.load_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -66,5 +66,5 @@ class Wrapper(nn.Module):
 
 
 def unwrapped(layer: nn.Module) -> nn.Module:
-    """The layer itself."""
+    """Return the layer inside all wrappers."""
     return unwrapped(layer.layer) if isinstance(layer, Wrapper) else layer

@@ -1,10 +1,10 @@
-"""What a checkpoint holds of a pipeline, taken apart into named entries, so that any cut finds what belongs to it.
+"""The contents of a pipeline's checkpoint as named entries, so that any cut finds what belongs to it.
 
 model.<name>                      a parameter or buffer, under each of its names
-formats.<worker>                  the versions of what modules save, where they are not the first
+formats.<worker>                  the versions of what modules save, if they are not the first
 optimizer.<name>.<key>            a parameter's optimizer state
 options.<name>                    the options of its group, which the scheduler changes
-group.<name>                      the class of its optimizer, and the group's first parameter, which tells groups apart
+group.<name>                      the class of its optimizer, and the group's first parameter, which identifies the group
 schedule.<name>                   what the scheduler's state says of its group
 lr_scheduler                      the scheduler's state
 lr_scheduler_kind                 its class
@@ -27,9 +27,12 @@ from lp_pipe.training.share_file import EntryKey
 
 
 class Saved(NamedTuple):
-    """A checkpoint's contents, or one worker's share: `optimizer` has state and options of every parameter, by name.
+    """The contents of a checkpoint, or of one worker's share.
 
-    versions: what each worker of an asynchronous pipeline has added. loss: buffers by name. formats: of the weights.
+    optimizer: state and options of every parameter, by name.
+    versions: what each worker of an asynchronous pipeline has added.
+    loss: buffers by name.
+    formats: the versions of the modules that have the weights.
     """
 
     weights: dict[str, Tensor]
@@ -42,17 +45,17 @@ class Saved(NamedTuple):
     settings: dict[str, dict[str, Any]] | None = None
 
     def keeping(self, own: Mapping[str, Tensor]) -> "Saved":
-        """Return this with these weights in the place of its own, and without optimizer state of them."""
+        """Return this with the weights `own` in place of its own, and without optimizer state of them."""
         optimizer = {name: state for name, state in self.optimizer.items() if name not in own}
         return self._replace(weights={**self.weights, **own}, optimizer=optimizer)
 
 
 def entries(share: Saved, worker: int) -> dict[EntryKey, Any]:
-    """A worker's share taken apart."""
+    """Return a worker's share as entries."""
     found: dict[EntryKey, Any] = {("model", name): value for name, value in share.weights.items()}
     if share.formats:
         found["formats", str(worker)] = share.formats
-    # In one entry: to read one for each parameter would take as long again as the weights.
+    # One entry for all: reading one for each parameter would take as long again as the weights.
     found["options", str(worker)] = {name: saved["options"] for name, saved in share.optimizer.items()}
     groups = {name: saved["group"] for name, saved in share.optimizer.items() if "group" in saved}
     if groups:
@@ -77,7 +80,7 @@ def entries(share: Saved, worker: int) -> dict[EntryKey, Any]:
 
 
 def is_of(key: EntryKey, state: Collection[str], parameters: Collection[str]) -> bool:
-    """Whether the worker needs this entry that has such a state_dict, and owns these parameters."""
+    """Return whether a worker with such a state_dict, and with these own parameters, needs the entry."""
     match key:
         case ("model", name):
             return name in state
@@ -94,7 +97,7 @@ def is_of(key: EntryKey, state: Collection[str], parameters: Collection[str]) ->
 
 
 def joined(found: Mapping[EntryKey, Any]) -> Saved:
-    """Entries of any number of workers, put together."""
+    """Return the contents from the entries of any number of workers."""
     saved = Saved({}, {}, found.get(("lr_scheduler",)), [], {}, {}, found.get(("lr_scheduler_kind",)))
     settings: dict[str, dict[str, Any]] = {}
     versions: dict[str, dict[str, Any]] = {}
@@ -126,15 +129,17 @@ def _of_parameter(saved: Saved, name: str) -> dict[str, Any]:
     return saved.optimizer.setdefault(name, {"state": {}, "options": {}})
 
 
-ENTRY = ("lp_pipe",)  # where it is among the entries
+ENTRY = ("lp_pipe",)  # its key among the entries
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: finished optimizer steps. loss_scale: of the next one, where there is one.
+    """The description of a checkpoint, or of a mirror, beside the workers' shares.
 
-    due: results of finished steps that whoever loops over an asynchronous pipeline had not had yet.
+    step: finished optimizer steps.
+    loss_scale: of the next one, if there is one.
+    due: results of finished steps that the loop over an asynchronous pipeline had not received yet.
     """
 
     step: int
@@ -143,13 +148,13 @@ class Manifest:
     due: tuple[StepResult, ...] = ()
 
     def as_entry(self) -> dict[str, Any]:
-        """Of plain values, which torch.load(weights_only=True) reads."""
+        """Return the manifest as plain values, which torch.load(weights_only=True) reads."""
         scale = None if self.loss_scale is None else astuple(self.loss_scale)
         return {"format": _FORMAT, **asdict(self), "loss_scale": scale}
 
 
 def manifest_from(entry: dict[str, Any], where: str) -> Manifest:
-    """Undo `as_entry`.
+    """Return the manifest that `as_entry` has written.
 
     Raises:
         CheckpointError: another version of lp_pipe wrote it.

@@ -1,6 +1,6 @@
-"""Reads parts of a torch Distributed Checkpoint; nothing that is not data is ever unpickled.
+"""Read parts of a torch Distributed Checkpoint, without unpickling anything but data.
 
-As dcp_writing, import it where it is used.
+Importing this module takes 0.7 s, so import it where it is used.
 """
 
 import io
@@ -23,7 +23,7 @@ from lp_pipe.training.share_file import EntryKey, is_share, loaded
 
 
 class SavedFolder:
-    """A checkpoint's folder; made by reading its metadata.
+    """A checkpoint's folder; the constructor reads its metadata.
 
     Raises:
         CheckpointError: there is none (it was never finished), it is damaged, or not lp_pipe's.
@@ -39,11 +39,11 @@ class SavedFolder:
 
     @property
     def names(self) -> list[str]:
-        """Those of the model's parameters and buffers."""
+        """The names of the model's parameters and buffers."""
         return [key[1] for key in self.keys if key[0] == "model"]
 
     def manifest(self) -> Manifest:
-        """What it says of itself.
+        """Return the checkpoint's manifest.
 
         Raises:
             CheckpointError: as `read`; or another version of lp_pipe wrote it.
@@ -51,7 +51,7 @@ class SavedFolder:
         return manifest_from(self.read([ENTRY])[ENTRY], str(self._folder))
 
     def read(self, keys: Iterable[EntryKey]) -> dict[EntryKey, Any]:
-        """These entries, from the files that have them.
+        """Return these entries, from the files that have them.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -65,17 +65,17 @@ class SavedFolder:
             try:
                 self._compare(items)
                 reader.read_data(LoadPlan(items), planner)
-            except Exception as error:  # damaged bytes may lead torch anywhere
+            except Exception as error:  # damaged bytes may cause any error in torch
                 path = self._folder / file
                 raise CheckpointError(f"cannot read {path}, which {METADATA} names: {error}") from error
         return {key: planner.state_dict[name] for name, key in wanted.items()}
 
     def damage(self) -> list[str]:
-        """What is wrong: a line for each entry that is missing, cut short or changed."""
+        """Return a line for each entry that is missing, cut short or changed."""
         return [what for index in self._metadata.storage_data if (what := self._damage_of(index)) is not None]
 
     def _compare(self, items: Iterable[ReadItem]) -> None:
-        """Look at the checksums, which torch writes but does not read."""
+        """Compare the checksums, which torch writes but does not read."""
         for item in items:
             if (what := self._damage_of(item.storage_index)) is not None:
                 raise CheckpointError(what)
@@ -89,7 +89,7 @@ class SavedFolder:
                 entry = io.BytesIO(file.read(stored.length))
             with zipfile.ZipFile(entry) as archive:
                 is_whole = archive.testzip() is None
-        except Exception as error:  # damaged bytes may lead zipfile anywhere
+        except Exception as error:  # damaged bytes may cause any error in zipfile
             return f"{where}: cannot be read: {error}"
         return None if is_whole else f"{where}: its contents have changed (CRC-32 differs)"
 
@@ -108,7 +108,7 @@ class SavedFolder:
 
 class _EntryPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Torch's own would unpickle anything."""
+        """Load an entry as data; torch's own method would unpickle anything."""
         self.state_dict[read_item.dest_index.fqn] = loaded(value)
 
 
@@ -125,36 +125,39 @@ def _metadata(folder: Path) -> Metadata:
         raise CheckpointError(f"{folder} is no checkpoint: {_what_it_is(folder)}") from None
     except NotADirectoryError:
         raise CheckpointError(
-            f"{folder} is a file, and a checkpoint is a folder: what torch.load or safetensors read from it goes to "
-            "load_state_dict()"
+            f"{folder} is a file, but a checkpoint is a folder: pass what torch.load or safetensors reads from the "
+            "file to load_state_dict()"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # damaged bytes may lead pickle anywhere
+    except Exception as error:  # damaged bytes may cause any error in pickle
         raise CheckpointError(f"{path} is damaged: {error}") from error
     return found
 
 
 def _what_it_is(folder: Path) -> str:
-    """Without .metadata. A program's checkpoint has a folder for each of its pipelines."""
+    """Return what a folder without .metadata is. A program's checkpoint has a folder for each of its pipelines."""
     if not folder.exists():
         return "there is no such folder"
     inside = sorted(str(file.parent) for file in folder.glob(f"*/{METADATA}"))
     return (
-        f"it holds that of a pipeline: give {' or '.join(inside)}"
+        f"it holds the checkpoint of a pipeline: give {' or '.join(inside)}"
         if inside
         else f"without {METADATA} it was never finished"
     )
 
 
 def _check_is_inside(file: Path) -> None:
-    """A checkpoint from somebody else must not have other files read: they may be endless, or nobody's business."""
+    """Refuse files outside of the folder: a checkpoint from elsewhere could have an endless or private file read."""
     if file.is_absolute() or ".." in file.parts:
-        raise ValueError(f"it names {file}, which is no file of this folder")
+        raise ValueError(f"it names {file}, which is not in this folder")
 
 
 class _Properties(TensorProperties):
-    """A tensor's, as this torch knows them: later ones (2.15) say more, which is not needed, and is an error to it."""
+    """A tensor's properties, as this torch knows them.
+
+    Those of a later torch (2.15) have more fields, which this one would refuse.
+    """
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         known = len(TensorProperties().__getstate__())
@@ -162,14 +165,14 @@ class _Properties(TensorProperties):
 
 
 class _DataOnly(pickle.Unpickler):
-    """Knows the classes that torch writes into .metadata, and nothing that could act."""
+    """An unpickler that knows the classes which torch writes into .metadata, and nothing that could act."""
 
     _CLASSES = frozenset(
         {
             ("torch", "Size"),
             ("torch.serialization", "_get_layout"),
             ("pathlib", "PosixPath"),
-            ("pathlib._local", "PosixPath"),  # of Python 3.13
+            ("pathlib._local", "PosixPath"),  # in Python 3.13
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
             ("lp_pipe.private_torch", "_Place"),
             *(
@@ -198,12 +201,12 @@ class _DataOnly(pickle.Unpickler):
 
 
 def is_saved_model(folder: Path) -> bool:
-    """Whether a pipeline has written it."""
+    """Return whether a pipeline has written the folder."""
     return folder.is_dir() and any(is_share(path) for path in folder.iterdir())
 
 
 def export(folder: Path, target: Path) -> int:
-    """Write the whole model as one .safetensors file; returns the number of tensors.
+    """Write the whole model as one .safetensors file; return the number of tensors.
 
     Raises:
         CheckpointError: the folder is incomplete or damaged.

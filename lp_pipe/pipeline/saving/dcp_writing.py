@@ -1,4 +1,4 @@
-"""Writes a torch Distributed Checkpoint by calls, where torch's own `save` needs a process group.
+"""Write a torch Distributed Checkpoint by calls, where torch's own `save` needs a process group.
 
     conductor                 workers
         | ---- plan --------->  what this worker has
@@ -6,8 +6,8 @@
         | ---- write -------->  a file of its own, flushed to the disk
       `.metadata`, last of all: which entry lies where
 
-The format is torch's, and so are the classes of the metadata; it takes 0.7 s to import them, so import this module
-where it is used. (Not its planner and its writer: they took ten times as long for the entries of a small model.)
+The format is torch's, and so are the classes of the metadata. Importing them takes 0.7 s, so import this module where
+it is used. torch's planner and writer took ten times as long for the entries of a small model.
 """
 
 import contextlib
@@ -35,10 +35,12 @@ from lp_pipe.training.share_file import Described, Description, EntryKey, Writte
 
 
 class WholePlan:
-    """What all workers together write. tied: groups of entries that are one and the same tensor.
+    """The entries that all workers together write.
 
-    left_out: what each worker need not write. Of several that have an entry the first one writes it: so the files
-    depend on nothing but the cut.
+    Of several workers that have an entry the first one writes it, so the files depend on the cut alone.
+
+    tied: groups of entries that are one and the same tensor.
+    left_out: for each worker, the entries that it need not write.
     """
 
     def __init__(self, described: Sequence[Described], tied: Sequence[Sequence[EntryKey]]) -> None:
@@ -54,12 +56,12 @@ class WholePlan:
             taken |= share.keys()
 
     def finish(self, folder: Path, written: Sequence[Written]) -> None:
-        """Make the folder a checkpoint, at once; then delete what the one before has left there."""
+        """Make the folder a checkpoint in one step; then delete the shares of the one before."""
         places = {key: (share.file, *place) for share in written for key, place in share.places.items()}
         places.update({key: places[first] for key, first in self._first.items()})
         _replace(folder / METADATA, pickle.dumps(_metadata(self._described, places)))
-        with contextlib.suppress(OSError):  # it is one all the same; the next one tries again
-            sync(folder)  # first: else a power cut might undo the renaming, and not the deleting
+        with contextlib.suppress(OSError):  # it is a checkpoint even so; the next one tries again
+            sync(folder)  # first: otherwise a power cut might undo the renaming, and not the deleting
             _delete_shares(folder, but={share.file for share in written})
 
 
@@ -71,7 +73,7 @@ def _delete_shares(folder: Path, but: Collection[str]) -> None:
 
 
 def _metadata(described: Described, places: Mapping[EntryKey, tuple[str, int, int]]) -> Metadata:
-    """What torch's reader needs; by planner_data it makes nested dicts of the flat names."""
+    """Return what torch's reader needs; planner_data lets it make nested dicts of the flat names."""
     names = {key: ".".join(key) for key in described}
     entries = {names[key]: _entry(what) for key, what in described.items()}
     storage = {_index(names[key], what): storage_info(*places[key]) for key, what in described.items()}
@@ -82,7 +84,7 @@ def _index(name: str, what: Description) -> MetadataIndex:
     return MetadataIndex(name) if what is None else MetadataIndex(name, _origin(len(what[1])), 0)
 
 
-@functools.lru_cache(maxsize=1024)  # also because pickle writes the same object once
+@functools.lru_cache(maxsize=1024)  # cached also because pickle writes an object once
 def _entry(what: Description) -> TensorStorageMetadata | BytesStorageMetadata:
     if what is None:
         return BytesStorageMetadata()
@@ -96,7 +98,7 @@ def _origin(dimensions: int) -> torch.Size:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """At once, and on the disk before that: whoever is killed between leaves the old one."""
+    """Replace the file in one step, when the data is on the disk: a process that is killed leaves the old one."""
     aside = path.with_name(f"{path.name}.tmp")
     try:
         with aside.open("wb") as file:

@@ -14,7 +14,7 @@ from lp_pipe.errors import PipelineError
 
 
 def write(path: Path, state: Mapping[str, Any], step: int) -> None:
-    """Write a state_dict aside, down to the disk, then rename. A tied parameter is there under each of its names.
+    """Write a state_dict to another file, down to the disk, then rename it. A tied parameter is there under each name.
 
     Raises:
         PipelineError: safetensors is not installed, the folder is missing, a value is no tensor, or the file cannot be
@@ -31,20 +31,20 @@ def write(path: Path, state: Mapping[str, Any], step: int) -> None:
     memory: set[int] = set()
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            raise PipelineError(f"export: {name} is a {type(value).__name__}, and safetensors holds tensors only")
+            raise PipelineError(f"export: {name} is a {type(value).__name__}, but safetensors holds tensors only")
         if value.layout is not torch.strided:
             raise PipelineError(
-                f"export: {name} is of layout {value.layout}, and safetensors holds dense tensors only: keep it dense, "
-                "or register the buffer with persistent=False"
+                f"export: {name} is of layout {value.layout}, but safetensors holds dense tensors only: keep it "
+                "dense, or register the buffer with persistent=False"
             )
         tensor = value.detach().contiguous()
         address = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone() if address in memory else tensor  # the format has no two names for one memory
+        tensors[name] = tensor.clone() if address in memory else tensor  # the format allows one name for a memory
         memory.add(address)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.touch()
-        mode = aside.stat().st_mode  # by the umask; safetensors gives its files to their owner only
+        mode = aside.stat().st_mode  # the umask's; safetensors makes files that only their owner reads
         save_file(tensors, aside, metadata={"format": "pt", "step": str(step)})
         aside.chmod(mode)
         sync(aside)
