@@ -55,8 +55,7 @@ class CheckReport:
 
 
 def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: Any) -> CheckReport:
-    """Train one step on each batch as a pipeline (in thread mode) and in a plain loop over the micro-batches; compare
-    both.
+    """Train one step on each batch as a pipeline (in thread mode) and in a plain loop; compare the results.
 
     The model's own modules stay as they are. The report names a layer that depends on more than its inputs, its
     parameters and the generator under `step_rng`: one that draws from `random` or numpy, or shares Python state with

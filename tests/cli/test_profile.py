@@ -107,7 +107,7 @@ def test_a_programs_pipeline_is_profiled_on_its_feeders_first_microbatch(
         (["two", "--group=feeder"], "group 'feeder' is no pipeline"),
         (["needy"], "node needy/0 needs a client of feeder/0"),
         (["empty"], "has no pipeline"),
-        (["make_program", "--device=gpu"], "'gpu' is none of 'auto', 'cpu', 'cuda'"),
+        (["make_program", "--device=gpu"], "'gpu' must be 'auto', 'cpu', 'cuda'"),
         (["make_program", "--device=cuda:99"], "device='cuda:99': this process sees"),
         (["make_program", "-o", "no/such/folder.json"], "cannot write no/such/folder.json: there is no folder"),
         (["make_program", "--links"], "--links measures the links between hosts"),

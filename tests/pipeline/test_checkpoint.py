@@ -455,7 +455,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing(tmp_pa
         refused = Refused(pipeline, tmp_path / "adam")
         refused.by(pp.PipelineError, "of another optimizer, Adam, than this model's, SGD: give the model that one")
         refused.folder = tmp_path / "model.pt"
-        refused.by(pp.CheckpointError, r"model.pt is a file, and a checkpoint is a folder: .* goes to load_state_dict")
+        refused.by(pp.CheckpointError, r"model.pt is a file, .* a folder: .*load_state_dict")
 
 
 def test_adams_checkpoint_is_not_adamws(tmp_path: Path) -> None:

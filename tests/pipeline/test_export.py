@@ -56,7 +56,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     with launched("thread", pp.Model([Counts(D, D)], squared_error, adam), stages=1) as pipeline:
         with pytest.raises(pp.PipelineError, match="there is no folder"):
             pipeline.export(tmp_path / "missing" / "model.safetensors")
-        with pytest.raises(pp.PipelineError, match=r"0\._extra_state is a dict, and safetensors holds tensors only"):
+        with pytest.raises(pp.PipelineError, match=r"0\._extra_state is a dict, .*tensors only"):
             pipeline.export(tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
 

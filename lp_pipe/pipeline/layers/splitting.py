@@ -101,7 +101,7 @@ def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoi
             hint = f": name what it holds, such as '{name}.{held}'" if held else ""
             raise PipelineError(f"split point {name!r} is a {type(part).__name__}, which has no forward to call{hint}")
         if where not in _POINTS:
-            raise PipelineError(f"split point {name!r}: {where!r} is neither 'beginning' nor 'end'")
+            raise PipelineError(f"split point {name!r}: {where!r} must be 'beginning' or 'end'")
     return {name: _POINTS[where] for name, where in given.items()}
 
 

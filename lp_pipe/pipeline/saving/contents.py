@@ -4,7 +4,7 @@ model.<name>                      a parameter or buffer, under each of its names
 formats.<worker>                  the versions of what modules save, if they are not the first
 optimizer.<name>.<key>            a parameter's optimizer state
 options.<name>                    the options of its group, which the scheduler changes
-group.<name>                      the class of its optimizer, and the group's first parameter, which identifies the group
+group.<name>                      the class of its optimizer, and its group's first parameter (identifies it)
 schedule.<name>                   what the scheduler's state says of its group
 lr_scheduler                      the scheduler's state
 lr_scheduler_kind                 its class

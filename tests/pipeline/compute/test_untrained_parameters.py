@@ -62,7 +62,7 @@ def detached_error(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("frozen", "loss", "message"),
     [
-        (False, detached_error, "although the last layer's output has one: the loss function has detached it"),
+        (False, detached_error, "although the last layer's output has one: .*detach"),
         (True, squared_error, "because the last layer's output has none: all parameters are frozen"),
     ],
     ids=["detached loss", "frozen model"],
@@ -133,9 +133,7 @@ def test_asynchronous_schedules_want_a_layers_own_parameters_by_their_names() ->
     assert pp.check(model, BATCHES, stages=2, microbatches=2).equal
     with (
         launched("thread", model, BATCHES, stages=2, schedule="pipedream", microbatches=2) as pipeline,
-        pytest.raises(
-            pp.PipelineError, match=r"own, but not reached by the name under which it is registered \(a list"
-        ),
+        pytest.raises(pp.PipelineError, match=r"shape \[8, 8\].*registered, but .* \(a list"),
     ):
         pipeline.step()
 

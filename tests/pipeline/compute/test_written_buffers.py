@@ -144,7 +144,7 @@ def test_a_backward_writes_to_the_modules_buffer_or_is_told_to(
     model = pp.Model([nn.Linear(D, D), layer(looks_up), nn.Linear(D, D)], squared_error, sgd)
     with launched("thread", model, BATCHES, stages=[1], microbatches=4, schedule=schedule) as pipeline:
         if not looks_up:
-            with pytest.raises(pp.PipelineError, match=rf"{layer.__name__}\.backwards by the tensor that its forward"):
+            with pytest.raises(pp.PipelineError, match=rf"{layer.__name__}\.backwards .*that its forward"):
                 list(pipeline.steps())
             return
         list(pipeline.steps())

@@ -218,7 +218,7 @@ def test_a_factorys_name_is_for_messages() -> None:
         ),
         (
             [nn.ReLU(), lambda x: x.flatten(1)],
-            r"layer 1 is .*; a function of the input \(x -> y\) is made a module: nn.ReLU\(\) for .*pp.Layer",
+            r"layer 1 is .*; .*\(x -> y\) .*nn.ReLU\(\) for .*pp.Layer",
         ),
         ([[nn.ReLU()], [nn.ReLU()]], r"layer 0 is .*; write the layers one after another"),
         (nn.Bilinear(1, 1, 1), r"not Bilinear: cut it by pp\.split\(\)"),
@@ -264,7 +264,7 @@ def test_the_other_parts_of_a_model_are_checked_at_once() -> None:
         pp.Model([nn.ReLU()], squared_error, sgd, loss_weight=None)  # type: ignore[arg-type]
     with pytest.raises(pp.PipelineError, match="loss='mse' is not callable: give a function of"):
         pp.Model([nn.ReLU()], "mse", sgd)  # type: ignore[arg-type]
-    with pytest.raises(pp.PipelineError, match=r"loss=MSELoss is a class of modules: give a module, loss=MSELoss\(\)"):
+    with pytest.raises(pp.PipelineError, match=r"loss=MSELoss is a class .*loss=MSELoss\(\)"):
         pp.Model([nn.ReLU()], nn.MSELoss, sgd)  # the step failed: "Boolean value of Tensor ... is ambiguous"
     with pytest.raises(pp.PipelineError, match=r"optimizer=(?s:.*) is not callable: give a function of the stage's"):
         pp.Model([nn.ReLU()], squared_error, torch.optim.SGD([nn.Parameter(torch.ones(1))]))  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def freezes_a_row(kind: str) -> nn.Linear:
 def test_hooks_of_parameters_in_ready_made_layers_are_refused(kind: str) -> None:
     """Copies do not have them, so they never ran, and nobody said so."""
     model = pp.Model([nn.Linear(D, D), freezes_a_row(kind)], squared_error, sgd)
-    with pytest.raises(pp.PipelineError, match=r"'weight' of layer 1 has a hook, .* let a pp\.Layer make the layer"):
+    with pytest.raises(pp.PipelineError, match=r"'weight' of layer 1 has a hook, .* pp\.Layer"):
         pp.check(model, BATCHES)
 
 
@@ -127,7 +127,7 @@ def of_another_layer() -> list[nn.Module]:
 def test_buffers_that_are_views_of_what_training_writes_to_are_refused_in_ready_made_layers(layers: Any) -> None:
     """In process mode, and between stages, each had memory of its own: they trained with other bits, in silence."""
     model = pp.Model([nn.Linear(D, D), *layers], squared_error, sgd)
-    with pytest.raises(pp.PipelineError, match=r"buffer '\w+' of layer [12] shares memory .* let a pp\.Layer make the"):
+    with pytest.raises(pp.PipelineError, match=r"buffer '\w+' of layer [12] shares memory .* pp\.Layer"):
         pp.check(model, BATCHES, stages=1)
 
 
@@ -201,7 +201,7 @@ class Centers(nn.Module):
 def test_a_loss_with_parameters_is_refused_and_one_with_buffers_stays_as_it_is() -> None:
     layers = [nn.Linear(D, D), nn.Linear(D, D)]
     loss = Centers()
-    with pytest.raises(pp.PipelineError, match="the loss, Centers, has parameters, which nobody would train"):
+    with pytest.raises(pp.PipelineError, match="the loss, Centers, has parameters"):
         pp.add_pipeline(lp.Program("refused"), pp.Model(layers, loss, sgd))
     loss.requires_grad_(False)
     model = pp.Model(layers, loss, sgd)

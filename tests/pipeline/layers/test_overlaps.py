@@ -134,7 +134,7 @@ def test_who_writes_to_what_an_earlier_stage_keeps_is_told(kind: str, stages: li
     # The buffer had kept its values, where one process changes it: another training, in silence.
     passes_on = apply(lambda value: value)
     model = pp.Model([KeepsState(kind), passes_on, Writes(), nn.Linear(D, D)], squared_error, sgd)
-    told = pytest.raises(pp.PipelineError, match="or of a parameter or buffer: in one process that would change both")
+    told = pytest.raises(pp.PipelineError, match=r"a parameter or buffer: in one process .* change both")
     with launched("thread", model, stages=stages, microbatches=2) as pipeline, told:
         pipeline.step(BATCHES[0])
 
@@ -178,7 +178,7 @@ def test_who_writes_to_a_view_with_a_hook_is_told(in_a_tuple: bool) -> None:
     writes = apply((lambda v: v[0].relu_() + v[1]) if in_a_tuple else (lambda v: v.relu_()))
     model = pp.Model([Hooked(in_a_tuple=in_a_tuple), writes, nn.Linear(D, D)], squared_error, sgd)
     assert pp.check(model, BATCHES, stages=[2], microbatches=2)
-    with pytest.raises(pp.PipelineError, match=r"where it is a view, .* with a hook"):
+    with pytest.raises(pp.PipelineError, match=r"a view with a hook"):
         pp.check(model, BATCHES, stages=[1], microbatches=2)
 
 

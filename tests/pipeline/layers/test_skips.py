@@ -337,10 +337,10 @@ def test_a_stash_leaves_no_trace_in_names() -> None:
     ("layers", "message"),
     [
         ([pp.Stash("a", Keeps()), nn.ReLU()], r"Stash\('a'\) is never popped: add pp.Pop"),
-        ([pp.Pop("a", Adds()), pp.Stash("a", Keeps())], r"layer 0, Pop\('a'\): no layer before it stashes that"),
+        ([pp.Pop("a", Adds()), pp.Stash("a", Keeps())], r"layer 0, Pop\('a'\): no layer before it stashes"),
         ([pp.Stash("a", Keeps()), pp.Pop("a", Adds()), pp.Pop("a", Adds())], r"layer 2, Pop\('a'\): .* popped already"),
         ([pp.Stash("a", Keeps()), pp.Stash("a", Keeps())], r"layer 1, Stash\('a'\): this name is stashed already"),
-        ([nn.Sequential(pp.Stash("a", Keeps())), nn.ReLU()], r"Stash\('a'\) is inside of another module"),
+        ([nn.Sequential(pp.Stash("a", Keeps())), nn.ReLU()], r"Stash\('a'\) is inside another module"),
         ([pp.Layer(lambda: pp.Stash("a", Keeps())), nn.ReLU()], r"write pp.Stash\('a', pp.Layer\(…\)\)"),
     ],
 )
@@ -352,7 +352,7 @@ def test_a_value_is_stashed_once_and_popped_once(layers: Any, message: str) -> N
 def test_what_is_wrong_with_a_skip_is_said_where_it_runs() -> None:
     with pytest.raises(pp.PipelineError, match=r"layer of Stash\('a'\) must return \(y, value\), not Tensor"):
         pp.Sequential([pp.Stash("a", nn.ReLU())])(torch.ones(1))
-    with pytest.raises(pp.PipelineError, match=r"Pop\('a'\): no layer before it has stashed that"):
+    with pytest.raises(pp.PipelineError, match=r"Pop\('a'\): no layer before it has stashed"):
         pp.Sequential([pp.Pop("a", Adds())])(torch.ones(1))
     with pytest.raises(TypeError, match=r"Stash takes a module or a pp.Layer, not 3"):
         pp.Stash("a", 3)

@@ -371,17 +371,17 @@ class CountsSamples(nn.Module):
     ("module", "points", "message"),
     [
         (Language, ["layer.0"], "split point 'layer.0': Language has no submodule .* the nearest is 'layers.0'"),
-        (Language, {"layers.0": None}, "None is neither 'beginning' nor 'end'"),
-        (Language, {"layers.0": "middle"}, "'middle' is neither 'beginning' nor 'end'"),
+        (Language, {"layers.0": None}, "None must be 'beginning' or 'end'"),
+        (Language, {"layers.0": "middle"}, "'middle' must be 'beginning' or 'end'"),
         (Language, "layers.0", "give a list of names"),
         (Language, 2, "split_points=2: give a list of names"),
         (Language, ["layers"], r"'layers' is a ModuleList, which has no forward to call: name .* such as 'layers.0'"),
-        (Branches, ["linear"], r"torch.export cannot take Branches in train mode: .*branches that depend on values"),
+        (Branches, ["linear"], r"torch.export cannot take Branches in train mode: .*branches .*depend on values"),
         # torch named a line of ours, and the one that branches only below a hundred lines of graph.
         (Branches, ["linear"], r"\(at test_splitting.py:\d+, return y if y.sum\(\) > 0 else -y\)"),
         (BranchesWithoutSelf, ["linear"], r"\(at test_splitting.py:\d+, return me.linear\(x\) if x.sum\(\) > 0"),
-        (BranchesByCond, ["linear"], "torch.export cannot take BranchesByCond .*torch.cond and the like are not taken"),
-        (CountsSamples, ["linear"], r"torch.export cannot take CountsSamples .*a number of samples that forward has"),
+        (BranchesByCond, ["linear"], "torch.export cannot take BranchesByCond .*torch.cond"),
+        (CountsSamples, ["linear"], r"torch.export cannot take CountsSamples .*a number of samples"),
         (Remembers, ["other"], r"torch.export cannot take Remembers .*Cache.* not a known type. .*use_cache=False"),
         (WritesInPlace, (), "'linear' and 'slice_[12]' share memory .* that a later piece writes to in place"),
         (nn.Sequential(nn.Linear(D, D)), ["0"], "piece 0 of 2 is empty"),
@@ -564,9 +564,7 @@ def test_inputs_that_would_take_another_branch_are_refused() -> None:
         pp.PipelineError, match=r"test_splitting.py:\d+ branches on the inputs' sizes.*Mod.*\[\[4, 7\]\]"
     ):
         first(torch.zeros(4, 7, dtype=torch.long))
-    with pytest.raises(
-        pp.PipelineError, match=r"split for the branch where s\d+ <= 8, which is not so with \[\[9, 6\]\]"
-    ):
+    with pytest.raises(pp.PipelineError, match=r"split for the branch where s\d+ <= 8, .*\[\[9, 6\]\]"):
         first(torch.zeros(9, 6, dtype=torch.long))
 
 
@@ -837,10 +835,10 @@ def test_a_caller_without_gradients_gets_pieces_that_have_those_of_the_module(co
 
 def test_pieces_in_another_order_or_number_are_refused(language: Any) -> None:
     _, layers = language
-    with pytest.raises(pp.PipelineError, match="a piece of a split module is missing among the layers, the one with"):
+    with pytest.raises(pp.PipelineError, match="a piece of a split module is missing among the layers"):
         pp.add_pipeline(_program(), pp.Model(layers[:2], loss, adam), stages=2)
     again = pp.split(nn.Sequential(nn.Linear(D, D), nn.Tanh()), torch.randn(2, D), ["1"])
-    with pytest.raises(pp.PipelineError, match="is the name of another layer's, too"):
+    with pytest.raises(pp.PipelineError, match="is also a name in another layer"):
         pp.add_pipeline(_program(), pp.Model([nn.Linear(D, D), *again], loss, adam), stages=2)
     with pytest.raises(pp.PipelineError, match=r"takes \d values of the piece before it, not"):
         layers[1](batch(4, 6)[0][0])

@@ -95,7 +95,7 @@ def test_an_error_of_forward_is_shown_without_guesses_at_its_reason() -> None:
 
 
 def test_a_refused_module_leaves_the_terminal_clean(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(pp.PipelineError, match="branches that depend on values"):
+    with pytest.raises(pp.PipelineError, match=r"branches .*depend on values"):
         pp.split(Branches(), torch.randn(3, 4), ["last"])
     assert capfd.readouterr() == ("", "")
 
