@@ -1,4 +1,4 @@
-"""A pipeline as its users see it: a handle at setup, a client that looks like a model at execution."""
+"""The handle of a pipeline at setup, and its client, which looks like a model, at execution."""
 
 import contextlib
 import itertools
@@ -23,21 +23,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_WINDOW = 8  # batches; the same for any number of stages: the mean's last bits depend on it
-_NO_END = 1 << 30  # steps that are still to come
+_WINDOW = 8  # batches; the same for any number of stages, because the mean's last bits depend on it
+_NO_END = 1 << 30  # the number of steps still to come, if it is unknown
 STEPS_AHEAD = 2  # of an asynchronous schedule: one step, and the first forwards of another
 
 
 class PipelineClient:
-    """Drives a pipeline; picklable, and usable from several nodes at once (operations queue in order of arrival).
+    """A client that drives a pipeline; picklable, and usable from several nodes at once.
+
+    Operations run in the order in which they arrive.
 
     Raises (every operation): RemoteError that is also the stage's own exception; its notes name the stage, the
-    micro-batch and the step. Parameters and buffers are then as before the operation (when an optimizer or
-    scheduler itself has failed, only `load` makes the stages whole again).
+    micro-batch and the step. Parameters and buffers are then as before the operation. (If an optimizer or scheduler
+    itself has failed, only `load` makes the stages consistent again.)
     """
 
     def __init__(self, conductor: CourierClient, steps_ahead: int = 0) -> None:
-        """steps_ahead: how many may be under way beside the one whose result is awaited."""
+        """steps_ahead: how many steps may be under way beside the one whose result is awaited."""
         self._conductor = conductor
         self.steps_ahead = steps_ahead
 
@@ -61,13 +63,14 @@ class PipelineClient:
         return result
 
     def steps(self, n: int | None = None) -> Iterator[StepResult]:
-        """Steps on the feeder's batches until there were `n` more, or until the end of the data.
+        """Take steps on the feeder's batches until there were `n` more, or until the end of the data.
 
-        With an asynchronous schedule the pipeline stays full: while you have one step's result, the next one is on its
-        way. So what you do between two steps (evaluate, save) sees the weights after that next one, and if you leave
-        the loop early, it is done as well (`current_step`). At the end of the loop no step is on its way.
-        The result of a step that was done so is what the next loop has first, also after `load` of a checkpoint that
-        was saved in the middle of a loop; `n` does not count it.
+        With an asynchronous schedule the pipeline stays full: while you have one step's result, the next step is in
+        progress. So what you do between two steps (evaluate, save) sees the weights after that next step, and if you
+        leave the loop early, that step is done as well (`current_step`). At the end of the loop no step is in progress.
+        The next loop first yields the result of a step that was done so, also after `load` of a checkpoint that was
+        saved in the middle of a loop; `n` does not count it.
+
         Below 1 there are none: `steps(total - current_step())` is for a run that may have gone further already.
 
         Raises:
@@ -84,9 +87,9 @@ class PipelineClient:
                 return
 
     def skip_step(self, why: str = "") -> StepResult:
-        """Go on behind the next step without its batch: only its number and the learning-rate schedule count it.
+        """Skip the next step: only its number and the learning-rate schedule advance, and its batch is not asked for.
 
-        The batch is not asked for. why: for the result and the log.
+        why: for the result and the log.
         """
         result: StepResult = self._conductor.skip_step(why)
         return result
@@ -94,7 +97,7 @@ class PipelineClient:
     def scheduler_step(self, metric: float) -> None:
         """Step the scheduler with a number, on every stage: `scheduler.step(metric)` of a plain loop.
 
-        For a model whose `lr_scheduler` makes one whose `step` must be given something (ReduceLROnPlateau), which
+        It is for a model whose `lr_scheduler` makes one whose `step` needs an argument (ReduceLROnPlateau), which
         training steps leave alone. Call it where a plain loop would, as after `evaluate`. Parameters and random numbers
         stay as they are.
 
@@ -104,9 +107,9 @@ class PipelineClient:
         self._conductor.scheduler_step(_number(metric))
 
     def learning_rates(self) -> dict[str, float]:
-        """By parameter name, the learning rate that the next step will use; in the order of `state_dict`.
+        """Return, by parameter name, the learning rate that the next step will use; in the order of `state_dict`.
 
-        Of the parameters that are trained (a tied one has the first of its names), where the optimizer's groups have an
+        It has the parameters that are trained (a tied one has the first of its names) and whose optimizer group has an
         "lr". To log it: `lp.log_metrics({"lr": max(pipeline.learning_rates().values())}, pipeline.current_step())`.
         """
         rates: dict[str, float] = self._conductor.learning_rates()
@@ -115,9 +118,9 @@ class PipelineClient:
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> EvalResult:
         """Return the mean loss and the metrics in eval mode; no parameter, buffer or random state changes.
 
-        batches: (input, target) pairs; a loader is read in windows of 8 batches, one ahead, so that its size does not
-            matter. All are evaluated with the same weights: other operations, also of other clients, wait until the
-            end. So the loader itself must not use this pipeline.
+        batches: (input, target) pairs; a loader is read in windows of 8 batches, one window ahead, so it may be of any
+            size. All are evaluated with the same weights: other operations, also of other clients, wait until the end.
+            So the loader itself must not use this pipeline.
         """
         windows = _windows_of(iter(batches), _WINDOW)
         first, second = next(windows, []), next(windows, None)
@@ -131,7 +134,7 @@ class PipelineClient:
         with contextlib.closing(self._conductor.evaluation(number)) as evaluation:
             next(evaluation)
             done: Future[None] | None = None
-            for window in windows:  # the next one is read while the stages work on the one before
+            for window in windows:  # the stages work on the window before while this one is read
                 if done is not None:
                     done.result()
                 done = self._conductor.futures.evaluate_window(number, window)
@@ -141,26 +144,27 @@ class PipelineClient:
             return result
 
     def forward(self, input: Any) -> Any:
-        """The model's output for one input, in eval mode; the input goes through as a whole.
+        """Return the model's output for one input, in eval mode; the input goes through as a whole.
 
-        To the bit that of `with torch.no_grad(): model.eval()(input)`, with as many torch threads. (With gradients on,
-        torch may use other kernels: nn.TransformerEncoderLayer does, and has other last bits.)
+        It equals to the bit that of `with torch.no_grad(): model.eval()(input)`, with as many torch threads. (With
+        gradients on, torch may use other kernels: nn.TransformerEncoderLayer does, and has other last bits.)
         """
         return self._conductor.forward(input)
 
     def forward_stream(self, inputs: Iterable[Any], *, in_flight: int | None = None) -> Iterator[Any]:
-        """The model's outputs in eval mode, in the order of the inputs; several inputs are in the stages at a time.
+        """Yield the model's outputs in eval mode, in the order of the inputs.
 
-        In windows: takes up to `in_flight` inputs (default: twice the stage workers), runs them one behind the other,
-        and takes no more before you have asked for all of their outputs. So an input may depend on any output that is
-        `in_flight` or more before it, as when that many sequences generate their tokens in turn. The stages fill and
-        drain in each window, and are free for other operations between two; nothing is left behind when you stop early.
+        It works in windows: it takes up to `in_flight` inputs (default: twice the stage workers), runs them one behind
+            the other through the stages, and takes no more before you have asked for all of their outputs. So an input
+            may depend on any output that is `in_flight` or more before it, as when that many sequences generate their
+            tokens in turn. The stages fill and drain in each window, and are free for other operations between two;
+            nothing is left behind when you stop early.
 
         Raises:
             PipelineError: `in_flight` is below 1.
         """
         if in_flight is not None and in_flight < 1:
-            raise PipelineError(f"in_flight={in_flight}: at least 1 input must be in the stages")
+            raise PipelineError(f"in_flight={in_flight}: give a number of inputs, at least 1")
         return self._windows(iter(inputs), in_flight)
 
     def _windows(self, inputs: Iterator[Any], in_flight: int | None) -> Iterator[Any]:
@@ -168,12 +172,14 @@ class PipelineClient:
             yield from self._conductor.forward_many(window)
 
     def apply(self, change: "Callable[[dict[str, nn.Module]], Any]") -> list[Any]:
-        """Call `change(modules)` in every stage worker, between two steps; returns what it returns, by worker.
+        """Call `change(modules)` in every stage worker, between two steps; return its results, by worker.
+
+        Use it to freeze layers, to set drop rates, to prune, to read norms. What it changes (numbers, strings and modes
+        of modules, requires_grad, values of tensors) is in checkpoints, too, and every later step and evaluation sees
+        it. It must do the same on all replicas.
 
         modules: the worker's own, by the names that their parameters begin with ("0", "0.attention"; "loss" is a loss
-            that is a module), in train mode, under torch.no_grad(). To freeze layers, to set drop rates, to prune, to
-            read norms. What it changes (numbers, strings and modes of modules, requires_grad, values of tensors) is in
-            checkpoints, too, and every later step and evaluation sees it. It must do the same on all replicas.
+            that is a module), in train mode, under torch.no_grad().
 
         Raises:
             RemoteError: the function's own exception; if it had changed no tensor, all is as before.
@@ -183,7 +189,7 @@ class PipelineClient:
         return results
 
     def state_dict(self) -> "dict[str, Tensor]":
-        """The whole model under the names that nn.Sequential(*layers) gives; CPU tensors."""
+        """Return the whole model under the names that nn.Sequential(*layers) gives; CPU tensors."""
         state: dict[str, Tensor] = self._conductor.state_dict()
         return state
 
@@ -196,7 +202,7 @@ class PipelineClient:
         if not isinstance(sd, Mapping):
             raise PipelineError(
                 f"load_state_dict() takes a dict of tensors by name, not {type(sd).__name__}: give what torch.load or "
-                "safetensors.torch.load_file read from a file; a checkpoint's folder goes to load()"
+                "safetensors.torch.load_file read from a file; give a checkpoint's folder to load()"
             )
         self._conductor.load_state_dict(with_formats(sd, formats_of(sd)))
 
@@ -209,9 +215,10 @@ class PipelineClient:
         self._conductor.save(os.fspath(path))
 
     def save_async(self, path: str | Path) -> "Future[list[str]]":
-        """As `save`, but return once every stage has copied its share in memory; the future is done when it is written.
+        """Write a checkpoint as `save`, but return once every stage has copied its share in memory.
 
-        So training pauses for the copy only. The result are the names of the files.
+        So training pauses for the copy only. The future is done when the checkpoint is written; its result is the names
+        of the files.
         """
         folder = os.fspath(path)
         copy = self._conductor.copy()
@@ -219,10 +226,11 @@ class PipelineClient:
         return written
 
     def load(self, path: str | Path, *, strict: bool = True) -> None:
-        """Go on from a checkpoint that any number of stages wrote.
+        """Continue from a checkpoint that any number of stages wrote.
 
         Parameters that were frozen when it was written, and are trained now, begin with fresh optimizer state; the log
         names them.
+
         strict: its names and shapes must be those of this model. False: what is missing there, or has another shape (a
             new head), keeps its values and begins with fresh optimizer state; what this model lacks is left out.
 
@@ -235,8 +243,8 @@ class PipelineClient:
     def recover(self) -> None:
         """Join the stage workers anew, after one of them has died and was restarted (`add_pipeline(on_failure=...)`).
 
-        Waits until all are up. The healthy ones keep their processes; then `load` brings all to the same step, unless
-        nothing has been trained yet: `lp_pipe.checkpoint.Checkpoints.steps` and `.recovering` do both.
+        It waits until all are up. The healthy ones keep their processes. Then `load` brings all to the same step,
+        unless nothing has been trained yet: `lp_pipe.checkpoint.Checkpoints.steps` and `.recovering` do both.
 
         Raises:
             Unavailable: one of them has died meanwhile; try again.
@@ -244,7 +252,7 @@ class PipelineClient:
         self._conductor.recover()
 
     def mirror(self) -> int:
-        """Each stage worker copies its state in memory, for itself and for the next worker; returns the step.
+        """Copy each stage worker's state in memory, for itself and for the next worker; return the step.
 
         Training pauses for the copy only. A worker keeps the last two states, its own and those of the one before it,
         so that after the death of one worker (or of several that are not neighbours) all can `go_back`.
@@ -256,12 +264,12 @@ class PipelineClient:
         return step
 
     def mirrored_steps(self) -> list[int]:
-        """The numbers of finished steps to which `go_back` can go, in order; also after `recover`."""
+        """Return the numbers of finished steps to which `go_back` can go, in order; also after `recover`."""
         steps: list[int] = self._conductor.mirrored_steps()
         return steps
 
     def go_back(self, step: int) -> None:
-        """Go on from the state after so many steps, of which every worker's state is in some memory.
+        """Continue from the state after so many steps, of which every worker's state is in some memory.
 
         Raises:
             PipelineError: it is none of `mirrored_steps`; the pipeline is as before.
@@ -279,29 +287,30 @@ class PipelineClient:
         self._conductor.export(os.fspath(path))
 
     def fingerprint(self) -> str:
-        """sha256 hex of all parameters and buffers in state_dict order (raw little-endian bytes)."""
+        """Return the sha256 hex of all parameters and buffers in state_dict order (raw little-endian bytes)."""
         digest: str = self._conductor.fingerprint()
         return digest
 
     def trace(self, n: int, batch: tuple[Any, Any] | None = None) -> list[StepTrace]:
-        """`n` steps with the start and end of every action on every stage, each on `batch` or on the feeder's next one.
+        """Take `n` steps, and return the start and end of every action on every stage.
 
-        With an asynchronous schedule the pipeline runs empty first, and on a given batch after each of the steps, too;
-        in the middle of `steps()` the loop goes on after the `n` steps.
+        Each step is on `batch`, or on the feeder's next one. With an asynchronous schedule the pipeline runs empty
+        first, and with a given batch after each of the steps, too; in the middle of `steps()` the loop continues after
+        the `n` steps.
         """
         traces: list[StepTrace] = self._conductor.trace(_whole(n, "trace"), batch)
         return traces
 
     def profile_memory(self, n: int = 1, batch: tuple[Any, Any] | None = None) -> list[StageMemory]:
-        """`n` steps as of `trace`, and what each stage worker had in memory then; such steps take longer.
+        """Take `n` steps as `trace`, and return what each stage worker had in memory then; such steps take longer.
 
-        With recompute, stages copy more than they need to in their first step: let one go before.
+        With recompute, stages copy more than they need to in their first step: take one step before.
         """
         found: list[StageMemory] = self._conductor.profile_memory(_whole(n, "profile_memory"), batch)
         return found
 
     def stragglers(self) -> list[Straggler]:
-        """Stage workers that take twice as long as expected, by the median of the last 15 steps.
+        """Return the stage workers that take twice as long as expected, by the median of the last 15 steps.
 
         Expected is what the plan predicts; without a plan, what the other replicas of a stage take, and what it took in
         its first steps, if the other stages have not become slower, too. Each is in the log once, and in the metrics
@@ -311,7 +320,7 @@ class PipelineClient:
         return found
 
     def current_step(self) -> int:
-        """How many steps are done, which is the index of the next one."""
+        """Return how many steps are done, which is the index of the next one."""
         step: int = self._conductor.current_step()
         return step
 
@@ -341,7 +350,7 @@ def _number(metric: Any) -> float:
 
 
 class PipelineHandle(Handle[PipelineClient]):
-    """Pass it to the nodes that drive or evaluate the pipeline; they get a PipelineClient."""
+    """A handle to pass to the nodes that drive or evaluate the pipeline; they get a PipelineClient."""
 
     def __init__(
         self, conductor: CourierHandle, replicas_by_layer: Sequence[int], *, is_asynchronous: bool = False

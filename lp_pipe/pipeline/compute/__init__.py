@@ -1,1 +1,1 @@
-"""One stage's forwards and backwards, and where they happen. Knows nothing of schedules or channels."""
+"""The forwards and backwards of a stage, and where they happen; without schedules or channels."""

@@ -150,7 +150,7 @@ class _AllFilled(BaseException):
 
 
 class _SegmentRun:
-    """One run of a segment for one micro-batch."""
+    """A run of a segment for one micro-batch."""
 
     def __init__(self, segment: RecomputedSegment, run: RunLayers, inputs: _Inputs) -> None:
         self._segment = segment

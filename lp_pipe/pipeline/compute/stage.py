@@ -1,4 +1,4 @@
-"""One virtual stage: its layers, and the forwards whose backwards are still to come."""
+"""A virtual stage: its layers, and the forwards that still wait for their backwards."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -43,7 +43,7 @@ _UNSEEDED = nullcontext()
 
 
 class LayerCall(NamedTuple):
-    """One call of a layer: its index, the step and the micro-batch."""
+    """A call of a layer: its index, the step and the micro-batch."""
 
     layer: int
     step: int
@@ -52,7 +52,7 @@ class LayerCall(NamedTuple):
 
 @dataclass(slots=True)
 class ActivationStash:
-    """What a forward leaves for its backward.
+    """The values that a forward leaves for its backward.
 
     outputs: places in the graph of the outputs, which may themselves be gone.
     input_gradients: where the gradients of those inputs arrive that require one.

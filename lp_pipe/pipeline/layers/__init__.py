@@ -1,1 +1,1 @@
-"""What is trained: the user's layers, cut where, called what, and what travels between them."""
+"""The user's layers: the model, its cuts and names, and the messages between stages."""

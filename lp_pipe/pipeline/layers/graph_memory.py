@@ -1,4 +1,4 @@
-"""What the operations of an exported graph write to, and which of its values share memory."""
+"""Writes of the operations of an exported graph, and the values in it that share memory."""
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence

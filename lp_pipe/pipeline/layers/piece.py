@@ -1,4 +1,4 @@
-"""One piece of a module that was cut: the operations that torch.export found there, and the tensors they need."""
+"""A piece of a module that was cut: the operations that torch.export found there, and the tensors they need."""
 
 import copy
 import importlib
