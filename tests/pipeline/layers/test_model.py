@@ -211,7 +211,7 @@ def test_a_factorys_name_is_for_messages() -> None:
         ([], "no layers"),
         (3, "int"),
         (nn.ReLU(), "ReLU"),
-        ([nn.ReLU(), "tanh"], "layer 1 is 'tanh', which is neither"),
+        ([nn.ReLU(), "tanh"], "layer 1 is 'tanh', but must be"),
         (
             [nn.ReLU],
             r"layer 0 is .*; write ReLU\(\.\.\.\), or pp.Layer\(ReLU, \.\.\.\) for a layer that its stage builds$",
@@ -258,7 +258,7 @@ def test_the_factory_that_fails_is_named() -> None:
 
 
 def test_the_other_parts_of_a_model_are_checked_at_once() -> None:
-    with pytest.raises(pp.PipelineError, match="loss_weight='tokens': use"):
+    with pytest.raises(pp.PipelineError, match="loss_weight='tokens'"):
         pp.Model([nn.ReLU()], squared_error, sgd, loss_weight="tokens")
     with pytest.raises(pp.PipelineError, match="loss_weight=None: use"):  # the step failed: "not callable"
         pp.Model([nn.ReLU()], squared_error, sgd, loss_weight=None)  # type: ignore[arg-type]

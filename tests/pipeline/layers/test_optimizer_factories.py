@@ -138,9 +138,9 @@ def test_what_step_must_be_given_is_a_metric(step: Any, is_metric: bool) -> None
         (lambda optimizer: None, "has returned None, which is no torch scheduler"),
         (
             lambda optimizer: Steps(lambda loss, accuracy: None),
-            r"Steps.step\(\) wants loss, accuracy, but .* one number",
+            r"Steps.step\(\) needs loss, accuracy, but .* one number",
         ),
-        (lambda optimizer: Steps(lambda *, loss: None), r"Steps.step\(\) wants loss"),
+        (lambda optimizer: Steps(lambda *, loss: None), r"Steps.step\(\) needs loss"),
     ],
 )
 def test_a_scheduler_is_stepped_without_arguments_or_with_one(factory: Any, message: str) -> None:

@@ -90,7 +90,7 @@ class Branches(Options):
 def test_an_error_of_forward_is_shown_without_guesses_at_its_reason() -> None:
     with pytest.raises(pp.PipelineError) as raised:
         pp.split(HasNoSuchLayer(), torch.randn(3, 4), ["last"])
-    assert "no attribute 'middle' (at test_exported.py" in str(raised.value)
+    assert "no attribute 'middle' (at test_tracing.py" in str(raised.value)
     assert str(raised.value).endswith("return self.middle(x))")
 
 
