@@ -20,9 +20,9 @@ def test_users_are_above_servers_and_nothing_overlaps() -> None:
     edges += [("evaluator", "feeder"), ("evaluator", "stages"), ("stages", "feeder")]
     layout = lay_out(sizes, edges)
     assert all(layout.boxes[user].y < layout.boxes[server].y for user, server in edges)
-    ways = [way for edge in edges for way in layout.ways[edge]]
-    assert len(layout.ways["trainer", "feeder"]) == 2
-    assert not any(overlap(one, other) for one, other in itertools.combinations([*layout.boxes.values(), *ways], 2))
+    routes = [route for edge in edges for route in layout.routes[edge]]
+    assert len(layout.routes["trainer", "feeder"]) == 2
+    assert not any(overlap(one, other) for one, other in itertools.combinations([*layout.boxes.values(), *routes], 2))
     assert all(box.x >= 0 and box.x + box.width <= layout.width for box in layout.boxes.values())
 
 
@@ -33,5 +33,5 @@ def test_many_unconnected_boxes_stand_side_by_side() -> None:
 
 def test_the_ways_of_a_call_against_the_layers_run_upwards() -> None:
     layout = lay_out(dict.fromkeys("abc", (100.0, 50.0)), [("a", "b"), ("b", "c"), ("c", "a")])
-    (way,) = layout.ways["c", "a"]
-    assert layout.boxes["a"].y < way.y < layout.boxes["c"].y
+    (route,) = layout.routes["c", "a"]
+    assert layout.boxes["a"].y < route.y < layout.boxes["c"].y
