@@ -1,4 +1,4 @@
-"""What a running node may ask: who am I, must I stop, where do results go."""
+"""The context of a running node: its label and resources, its stop event, and the services of its launcher."""
 
 import contextvars
 import os
@@ -14,37 +14,41 @@ from lp_pipe.resources import Resources
 
 
 class NodeServices(Protocol):
-    """What the launcher does for a node; one implementation per launch mode. Addresses go by their id."""
+    """The launcher's services for a node, with one implementation per launch mode. Addresses are named by their id."""
 
     def endpoint_for(self, address: str) -> str:
-        """Where the owner of `address` listens, or will; RuntimeError when no node of the program owns it."""
+        """Return where the owner of `address` listens, or will; RuntimeError when no node of the program owns it."""
 
     def register(self, address: str, endpoint: str) -> None:
         """Tell the program that the server of `address` accepts calls at `endpoint`."""
 
     def withdraw(self, address: str, is_failing: bool) -> None:
-        """Tell the program that nobody listens at `address` any more.
+        """Tell the program that nothing listens at `address` any more.
 
-        is_failing: since the node fails; then this returns when the launcher knows it.
+        is_failing: the node fails; then this returns only when the launcher knows it.
         """
 
     def resolve(self, address: str) -> "Future[str]":
-        """The endpoint of `address`, once its server has registered; Unavailable when its node failed.
+        """Return the endpoint of `address`, once its server has registered; Unavailable when its node failed.
 
-        In a forked child, which nobody would answer, "" at once.
+        In a forked child, which would get no answer, the result is "" at once.
         """
 
     def reserve_port(self, address: str) -> str:
-        """A "host:port" for a user's own server."""
+        """Return a "host:port" for a user's own server."""
 
     def first_failure(self) -> Exception | None:
-        """What ends the program, for whoever does not see it otherwise: the launcher's clients."""
+        """Return the failure that has ended the program, for clients in the launcher, which do not learn of it
+        otherwise.
+        """
 
     def request_stop(self) -> None:
         """Ask for an ordered stop of the whole program; returns when the launcher knows it."""
 
     def inner_nodes_ended(self, colocation: str) -> "Future[str]":
-        """Done once every process of a MultiProcessingColocation (by its inner_id) has ended for good."""
+        """Return a future that is done once every process of a MultiProcessingColocation (by its inner_id) has ended
+        for good.
+        """
 
     def stop_inner_nodes(self, colocation: str) -> None:
         """Stop those processes in order, without stopping the program."""
@@ -52,34 +56,34 @@ class NodeServices(Protocol):
     def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
         """Declare that the servers of `addresses` hold state of a checkpoint; returns when the launcher knows it.
 
-        From now on such a server that was started again has lost its state. The future is done, with the node's name,
-        once one of the nodes fails and is to be started again.
+        From now on such a server that was restarted has lost its state. The future is done, with the node's name, once
+        one of the nodes fails and is to be restarted.
         """
 
     def has_lost_state(self, address: str) -> bool:
-        """Return whether the server that is about to listen at `address` is without the state that it had there."""
+        """Return whether the server that is about to listen at `address` lacks the state that it had there."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         """Send numbers to the run's metrics file and displays."""
 
     def log_event(self, event: str, step: int) -> None:
-        """Note in the run's metrics file that something has happened at a step, such as "resumed"."""
+        """Record in the run's metrics file that something has happened at a step, such as "resumed"."""
 
 
 class CountsCalls(Protocol):
-    """A server of the node."""
+    """A server of the node, with the number of its calls."""
 
     calls: int
 
 
 class StopSignal:
-    """One node's stop: an event, and the handlers that run once it is set."""
+    """The stop of one node: an event, and the handlers that run once it is set."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
-        self.pid = os.getpid()  # of the process that hears of the stop
+        self.pid = os.getpid()  # of the process that the stop reaches
         self._handlers: list[_Handler] = []
-        self._lock = threading.RLock()  # a signal handler may add or remove a handler, too
+        self._lock = threading.RLock()  # a signal handler may also add or remove a handler
         self._is_finished = False
         self._runner: threading.Thread | None = None
         self.handler_errors: list[BaseException] = []
@@ -109,11 +113,12 @@ class StopSignal:
             self._handlers = [entry for entry in self._handlers if entry[0] != handler]
 
     def finish(self, timeout_s: float | None = None) -> threading.Thread | None:
-        """The node's code has ended: wait for the handlers that were started, forget those that were not.
+        """Wait for handlers that were started and drop the others, because the node's code has ended.
 
         Returns the thread that runs them if that takes longer.
         """
-        with self._lock:  # the event is set before the runner is there: a node that waits for it may be here in between
+        # `set` sets the event before the runner exists: a node that waits for the event may be here in between
+        with self._lock:
             self._is_finished = True
             self._handlers = []
             runner = self._runner
@@ -126,7 +131,7 @@ class StopSignal:
         runner = threading.Thread(target=self._run, args=(handlers,), name="stop-handlers", daemon=True)
         try:
             runner.start()
-        except RuntimeError:  # out of threads: they must run all the same
+        except RuntimeError:  # out of threads: the handlers must run all the same
             return None
         return runner
 
@@ -141,9 +146,9 @@ class StopSignal:
 
 @dataclass(eq=False)
 class NodeContext:
-    """The running node, as its own code sees it: what `context()` returns. Also in threads that the node starts.
+    """The running node as its own code sees it: what `context()` returns, also in threads that the node starts.
 
-    label, index, group_size: its group, its place there from 0, and how many nodes the group has.
+    label, index, group_size: its group, its position there from 0, and how many nodes the group has.
     resources: what its group was given. devices: the numbers of the GPUs that are this node's.
     run_dir: the folder for logs, metrics and checkpoints; on another host a temporary one, where no such folder can be.
     grace_s: seconds from the stop to SIGTERM.
@@ -158,7 +163,7 @@ class NodeContext:
     devices: tuple[int, ...] = ()
     grace_s: float = 5.0
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
-    # What the node's own parts (servers of channels, files) want done when its code has ended, however it ended.
+    # What the node's own parts (servers of channels, files) need done when its code has ended, however it ended.
     exit_stack: ExitStack = field(default_factory=ExitStack, repr=False)
     servers: list[CountsCalls] = field(default_factory=list, repr=False)  # shared by the nodes inside a colocation
     # Applies to the calling thread what the script has set for its thread (torch's default device, numpy's errors).
@@ -168,7 +173,7 @@ class NodeContext:
 
     @property
     def calls(self) -> int | None:
-        """How many calls this node's servers have taken; None when it serves nothing (any more)."""
+        """The number of calls that this node's servers have taken; None when it serves nothing (any more)."""
         servers = list(self.servers)
         return sum(server.calls for server in servers) if servers else None
 
@@ -182,7 +187,7 @@ class NodeContext:
         return f"{self.label}/{self.index}"
 
 
-# A stop handler, and the node that it belongs to: it runs in the launcher's thread in thread mode.
+# A stop handler, and the node that it belongs to: in thread mode it runs in the launcher's thread.
 _Handler = tuple[Callable[[], object], NodeContext | None]
 
 _current: contextvars.ContextVar[NodeContext] = contextvars.ContextVar("lp_pipe_node")
@@ -190,7 +195,7 @@ _process_context: NodeContext | None = None
 
 
 def current_context() -> NodeContext | None:
-    """The node that the calling thread belongs to, or None outside of nodes."""
+    """Return the node that the calling thread belongs to, or None outside of nodes."""
     found = _current.get(None)
     if found is None:
         found = getattr(threading.current_thread(), "_lp_pipe_context", None)
@@ -198,19 +203,19 @@ def current_context() -> NodeContext | None:
 
 
 def context_of_thread(thread: threading.Thread | None) -> NodeContext | None:
-    """As `current_context`, of another thread; of what it is inside of (`entered`) nothing is known here."""
+    """Return the node that another thread belongs to, or None; a node that it has `entered` is not known here."""
     return getattr(thread, "_lp_pipe_context", None) or _process_context
 
 
 def context() -> NodeContext:
-    """The node that the calling code runs in.
+    """Return the node that the calling code runs in.
 
     Raises:
         RuntimeError: outside of a running node.
     """
     found = current_context()
     if found is None:
-        raise RuntimeError("this only works inside a running node of a program, not at setup or in the launcher")
+        raise RuntimeError("this works only inside a running node of a program, not at setup or in the launcher")
     return found
 
 
@@ -253,7 +258,7 @@ def stop() -> None:
 
 
 def stop_event() -> threading.Event:
-    """The event that is set when this node must stop. In nodes only (else RuntimeError)."""
+    """Return the event that is set when this node must stop. In nodes only (else RuntimeError)."""
     return context().stop_signal.event
 
 
@@ -266,8 +271,8 @@ def wait_for_stop(timeout: float | None = None) -> bool:
     signal = context().stop_signal
     if timeout is None and signal.pid != os.getpid():
         raise RuntimeError(
-            f"process {os.getpid()} was forked by the node's process {signal.pid}, which alone hears of the stop: "
-            "wait there, and tell this one (multiprocessing.Event)"
+            f"process {os.getpid()} was forked by the node's process {signal.pid}, which alone gets the stop: "
+            "wait there, and tell this process (multiprocessing.Event)"
         )
     return signal.event.wait(timeout)
 
@@ -292,6 +297,6 @@ def log_metrics(metrics: Mapping[str, float], step: int | None = None) -> None:
     Arrays and tensors of one element are numbers as well.
 
     Raises:
-        TypeError: no dict, a value is no number, a name no text, or step no int; the same in every mode.
+        TypeError: it is no dict, a value is no number, a name no text, or the step no int; the same in every mode.
     """
     context().services.log_metrics(metrics, step)

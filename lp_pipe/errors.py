@@ -1,4 +1,4 @@
-"""Every exception that users may catch; one class per thing a caller would do differently."""
+"""Every exception that users may catch: one class per thing that a caller would do differently."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ class LpPipeError(Exception):
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Say where it happened; an exception that cannot take notes goes without, and stays what it is."""
-    # Not error.add_note(): it asks a user's `__getattr__` for notes that are not there yet, which may raise anything.
+    """Add a note to the exception; one that cannot take notes stays as it is."""
+    # Not error.add_note(): it asks a user's `__getattr__` for missing notes, which may raise anything.
     with contextlib.suppress(Exception):
         vars(error).setdefault("__notes__", []).append(text)
 
 
 @contextlib.contextmanager
 def noting(text: str) -> Iterator[None]:
-    """Let whatever is raised in the body say where: layers and optimizers may end in SystemExit, too."""
+    """Add a note that says where to whatever is raised in the body: layers and optimizers may also raise SystemExit."""
     try:
         yield
     except BaseException as error:
@@ -29,8 +29,8 @@ class NodeError(LpPipeError, RuntimeError):
     """A node of the program failed; raised in the launcher by `run.wait()`.
 
     `label` and `index` name the node, `type_name` is the bare name of the original exception's class,
-    `remote_traceback` is the traceback as it was printed in the node ("" when the process was killed).
-    `report`, set by `run.wait()`, is what people want to read first: 15 lines at most.
+    `remote_traceback` is the traceback as it was printed in the node ("" when the process was killed). `report`, set by
+    `run.wait()`, is what people want to read first: 15 lines at most.
     """
 
     report: str = ""
@@ -73,7 +73,7 @@ class StateLost(Unavailable):
 
 
 class Unauthenticated(Unavailable):
-    """The peer does not take this process for one of its run, or the other way round; waiting does not help."""
+    """The peer and this process do not accept each other as processes of one run; waiting does not help."""
 
 
 class ChannelClosed(Unavailable):
@@ -103,8 +103,8 @@ class PipelineError(LpPipeError, ValueError):
 class NonFiniteError(PipelineError):
     """A step's loss or gradients held NaN or infinity (`add_pipeline(on_nan="stop")`); nothing was updated.
 
-    step, microbatch, stage, layer: where that began; None where no layer is to blame. order: of several, the lowest
-    comes first.
+    step, microbatch, stage, layer: where that began; None where no layer is to blame. order: of several errors, the one
+        with the lowest order comes first.
     """
 
     step: int
@@ -121,7 +121,7 @@ class EndOfData(LpPipeError, EOFError):
 class CheckpointError(LpPipeError, RuntimeError):
     """A checkpoint cannot be written, or is missing, incomplete, or belongs to another model.
 
-    may_pass: the system has refused to write it, so that a later one may be written (a full disk has room again).
+    may_pass: the system has refused to write it, so a later one may succeed (a full disk has room again).
     """
 
     may_pass: bool = False
@@ -130,14 +130,14 @@ class CheckpointError(LpPipeError, RuntimeError):
 class PoisonBatchError(LpPipeError, RuntimeError):
     """A step has failed as often as it may be tried (`Checkpoints.steps(tries=...)`): its batch seems to be the cause.
 
-    step: which one.
+    step: the number of the step.
     """
 
     step: int = -1
 
     @classmethod
     def at(cls, step: int, message: str) -> "PoisonBatchError":
-        """One that knows its step."""
+        """Return an error that knows its step."""
         error = cls(message)
         error.step = step
         return error

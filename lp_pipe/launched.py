@@ -1,4 +1,4 @@
-"""Programs that this process has launched: who answers for their addresses, to whom."""
+"""The programs that this process has launched: which services answer for their addresses, and to which code."""
 
 import contextvars
 from collections.abc import Iterable, Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from lp_pipe.context import NodeContext, NodeServices, current_context
 from lp_pipe.errors import Unavailable
 
-# By address id: the services of a program that this process has launched, and the node (if any) whose code did.
+# By address id: the services of a program that this process has launched, and the node (if any) that launched it.
 _launched: dict[str, tuple[NodeServices, NodeContext | None]] = {}
 
 
@@ -18,19 +18,20 @@ def publish(address_ids: Iterable[str], services: NodeServices) -> None:
 
 
 def replace_published(services: NodeServices, successor: NodeServices) -> None:
-    """From now on let `successor` speak for the addresses that `services` was published for."""
+    """Make `successor` answer from now on for the addresses that `services` was published for."""
     for address_id, (published, launcher) in list(_launched.items()):
         if published is services:
             _launched[address_id] = (successor, launcher)
 
 
-# Of the run that is asked for a client right now: a program may run several times at once, under the same addresses.
+# The services of the run that is asked for a client right now: a program may run several times at once, under the same
+# addresses.
 _asked: contextvars.ContextVar[NodeServices | None] = contextvars.ContextVar("lp_pipe_asked", default=None)
 
 
 @contextmanager
 def asking(services: NodeServices) -> Iterator[None]:
-    """In the body, handles are dereferenced through `services`, whatever else was launched."""
+    """Dereference handles in the body through `services`, whatever else was launched."""
     token = _asked.set(services)
     try:
         yield
@@ -39,19 +40,21 @@ def asking(services: NodeServices) -> Iterator[None]:
 
 
 def is_launcher_of(address_id: str) -> bool:
-    """Whether the calling code has launched the program of this address (and is not one of its nodes)."""
+    """Return whether the calling code has launched the program of this address (and is not one of its nodes)."""
     if _asked.get() is not None:
         return True
     return address_id in _launched and _launched[address_id][1] is current_context()
 
 
 def launcher_of(address_id: str) -> NodeContext | None:
-    """The node whose code has launched the program of this address; None also when no node has."""
+    """Return the node that has launched the program of this address; None also when no node has."""
     return _launched[address_id][1] if address_id in _launched else None
 
 
 def services_for(address_id: str) -> NodeServices | None:
-    """Who resolves this address for the calling thread: the launcher, or its node; None before launch."""
+    """Return the services that resolve this address for the calling thread: the launcher's or its node's; None before
+    launch.
+    """
     if is_launcher_of(address_id):
         return _asked.get() or _launched[address_id][0]
     node = current_context()

@@ -1,7 +1,7 @@
 """Every private part of Python's standard library and of cloudpickle that lp_pipe uses, each with its replacement.
 
-As in `private_torch`: no other module asks for a name with a leading underscore, and each function looks the name up
-when it is called.
+As in `private_torch`, no other module uses a name with a leading underscore, and each function looks the name up when
+it is called. "Lost" says what happens where the name is gone.
 """
 
 import argparse
@@ -22,16 +22,20 @@ from cloudpickle import cloudpickle
 
 
 def call_before_threads_are_joined(function: Callable[[], None]) -> None:
-    """Call a function when the interpreter ends, before it waits for its threads. Last come, first served.
+    """Call a function when the interpreter ends, before it waits for its threads; the last one registered is called
+    first.
 
     Lost: the interpreter calls it after that, so a script must stop the threads of its nodes itself.
     """
-    importlib.import_module("concurrent.futures.thread")  # has registered before: its workers may wait for `function`
+    importlib.import_module("concurrent.futures.thread")  # registers first: its workers may wait for `function`
     getattr(threading, "_register_atexit", atexit.register)(function)
 
 
 def join_all_threads() -> None:
-    """Join the threads that are not daemons, and executors' work, as the interpreter's end does. Lost: they are not."""
+    """Join the threads that are not daemons, and executors' work, as the interpreter's end does.
+
+    Lost: they are not joined.
+    """
     getattr(threading, "_shutdown", lambda: None)()
 
 
@@ -47,7 +51,7 @@ def interpreter_flags() -> list[str]:
 
 
 def is_foreign(thread: threading.Thread) -> bool:
-    """Return whether a library made the thread outside of Python, which knows it only since it has called Python."""
+    """Return whether a library made the thread outside of Python, so that Python knows it only from its calls."""
     return isinstance(thread, getattr(threading, "_DummyThread", ()))
 
 
@@ -81,7 +85,7 @@ def release_if_held_here(lock: Any) -> None:
 
 
 def open_log_file(handler: logging.FileHandler) -> None:
-    """Open the handler's file. Lost: the handler does so with its first line."""
+    """Open the handler's file. Lost: the handler opens it with its first line."""
     handler.stream = getattr(handler, "_open", lambda: None)()
 
 
@@ -91,17 +95,17 @@ def takes_warnings() -> bool:
 
 
 def event_loop_policy(asyncio: Any) -> Any:
-    """Return the policy that the script has set, if any: `asyncio.get_event_loop_policy` would make one. Lost: none."""
+    """Return the policy that the script has set, if any: `asyncio.get_event_loop_policy` would make one. Lost: None."""
     return getattr(asyncio.events, "_event_loop_policy", None)
 
 
 def boundary_of(kind: type[enum.Enum]) -> Any:
-    """Return what a Flag's class does with numbers that have no member. Lost, or of another Enum: None, the default."""
+    """Return what a Flag does with numbers that have no member. Lost, or for another Enum: None, the default."""
     return getattr(kind, "_boundary_", None)
 
 
 def data_type_of(kind: type[enum.Enum]) -> Any:
-    """Return the class whose values an Enum's members are, as int; `object` where they are none."""
+    """Return the class whose values an Enum's members are, such as int; `object` for an Enum of plain members."""
     found = getattr(kind, "_member_type_", None)
     if found is not None:
         return found
@@ -119,8 +123,8 @@ def options_of(parser: argparse.ArgumentParser) -> list[str]:
 class ClassTracker(NamedTuple):
     """The classes of other processes, by an id that a class has in each of them.
 
-    find: the class with an id. id_of: the class's id, which it gets if it has none. add: the class that has the id from
-    now on, which is another thread's if that came first.
+    find: returns the class with an id. id_of: returns the class's id, and gives it one if it has none. add: gives the
+        id to a class and returns the class that has it from now on, which is another thread's if that came first.
     """
 
     find: Callable[[str], type | None]
@@ -129,7 +133,7 @@ class ClassTracker(NamedTuple):
 
 
 def class_tracker() -> ClassTracker:
-    """Return cloudpickle's, so that its users and lp_pipe have the same classes. Lost: lp_pipe's own."""
+    """Return cloudpickle's tracker, so that its users and lp_pipe have the same classes. Lost: lp_pipe's own."""
     names = "_DYNAMIC_CLASS_TRACKER_BY_ID", "_get_or_create_tracker_id", "_lookup_class_or_track"
     by_id, id_of, add = (getattr(cloudpickle, name, None) for name in names)
     if by_id is None or id_of is None or add is None:

@@ -1,9 +1,9 @@
 """Every private part of torch that lp_pipe uses, each with what replaces it in a torch that lacks it.
 
-A name with a leading underscore may be gone with any release of torch, so no other module of lp_pipe asks for one
-(tests/test_private_torch.py holds them to that). Each function below looks the name up when it is called, with
-`getattr` and a default: where the name is gone, public functions of torch do the same more slowly, or a check is left
-out. The training goes on. The tests take each name away in turn and train.
+A name with a leading underscore may be gone with any release of torch, so no other module of lp_pipe uses one
+(tests/test_private_torch.py checks that). Each function below looks the name up when it is called, with `getattr` and a
+default. Where the name is gone ("Lost"), public functions of torch do the same more slowly, or a check is left out, and
+the training goes on. The tests take each name away in turn and train.
 
 This module imports torch, so only modules that need torch import it.
 """
@@ -53,8 +53,8 @@ class _NoDispatchMode:
     def __exit__(self, *_: object) -> None: ...
 
 
-# The base class of a context in which torch calls `__torch_dispatch__` in the place of each operation. Lost: it does
-# not, and what would be counted there stays 0.
+# The base class of a context in which torch calls `__torch_dispatch__` in place of each operation. Lost: it does not,
+# and what would be counted there stays 0.
 DispatchMode: Any = getattr(_python_dispatch, "TorchDispatchMode", _NoDispatchMode)
 
 
@@ -62,13 +62,13 @@ DispatchMode: Any = getattr(_python_dispatch, "TorchDispatchMode", _NoDispatchMo
 
 
 def buffers_of(module: nn.Module) -> Mapping[str, Tensor | None]:
-    """Return the module's own buffers by name, without those of its submodules, as they are at every moment."""
+    """Return the module's own buffers by name, without those of its submodules; later changes show in the result."""
     found: Mapping[str, Tensor | None] | None = getattr(module, "_buffers", None)
     return dict(module.named_buffers(recurse=False, remove_duplicate=False)) if found is None else found
 
 
 def put_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
-    """Let the module's buffer be another tensor, past the `__setattr__` of the module's class."""
+    """Replace the module's buffer by another tensor, past the `__setattr__` of the module's class."""
     _put(getattr(module, "_buffers", None), module, name, value)
 
 
@@ -79,7 +79,7 @@ def parameters_of(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
 
 
 def put_parameter(module: nn.Module, name: str, value: nn.Parameter) -> None:
-    """Let the module's parameter be another one, past the `__setattr__` of the module's class."""
+    """Replace the module's parameter by another one, past the `__setattr__` of the module's class."""
     _put(getattr(module, "_parameters", None), module, name, value)
 
 
@@ -99,7 +99,7 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 def hooks_of(owner: nn.Module | Tensor, *kinds: str) -> list[Callable[..., Any]]:
     """Return the hooks of these kinds, in order. Lost: none, so that a hook is neither refused nor copied.
 
-    kinds: of `_HOOKS`.
+    kinds: keys of `_HOOKS`.
     """
     return [hook for kind in kinds for hook in (getattr(owner, _HOOKS[kind], None) or {}).values()]
 
@@ -126,7 +126,7 @@ def reads_own_state(module: nn.Module) -> bool:
 
 
 def errors_of_reading(module: nn.Module, state: Mapping[str, Tensor], prefix: str) -> list[str]:
-    """Return what the module says against these values of its own tensors. The module then has them."""
+    """Load these values into the module's own tensors, and return the errors that it reports."""
     errors: list[str] = []
     getattr(module, "_load_from_state_dict", lambda *_: None)(state, prefix, {}, False, [], [], errors)
     return errors
@@ -164,7 +164,7 @@ def negative_view(tensor: Tensor) -> Tensor:
 
 
 def sparse_values(tensor: Tensor) -> Tensor:
-    """Return the numbers of a sparse COO tensor, to be read or written to; several may be of one place."""
+    """Return the numbers of a sparse COO tensor, to be read or written; several may belong to one place."""
     values = getattr(tensor, "_values", None)
     found: Tensor = _coalesced_in_place(tensor).values() if values is None else values()
     return found
@@ -192,7 +192,7 @@ def parameter_like(parameter: nn.Parameter, weights: Tensor) -> nn.Parameter:
 
 
 def address_of_storage(storage: UntypedStorage) -> int:
-    """Return a number that no other living storage has, but empty ones where torch does not tell its own address."""
+    """Return a number that no other living storage has, except empty ones where torch does not tell its own address."""
     address: int = getattr(storage, "_cdata", None) or storage.data_ptr()
     return address
 
@@ -205,9 +205,10 @@ def norms_of_each(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def grouped_by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the positions of the tensors of each dtype, the dtypes in the order in which torch's functions take them.
+    """Return the positions of the tensors of each dtype, with the dtypes in the order in which torch's functions take
+    them.
 
-    Lost: in the order in which they first occur.
+    Lost: the dtypes are in the order in which they first occur.
     """
     private = getattr(torch.utils, "_foreach_utils", None)
     group = getattr(private, "_group_tensors_by_device_and_dtype", None)
@@ -240,10 +241,10 @@ def run_backward(
     retain_graph: bool = False,
     inputs: tuple[Any, ...] = (),
 ) -> None:
-    """torch.autograd.backward without a look at the arguments, which takes longer than a small stage's backward.
+    """Run torch.autograd.backward without its check of the arguments, which takes longer than a small stage's backward.
 
-    roots: tensors, and their places in the graph (GradientEdge). inputs: the only leaves that get gradients, or their
-    places; all where it is empty.
+    roots: tensors, or their places in the graph (GradientEdge). inputs: the only leaves that get gradients, or their
+        places; empty: all.
     """
     run = _engine_for(gradients) if _IS_TESTED else None  # another version may take other arguments
     if run is None:
@@ -255,9 +256,10 @@ def run_backward(
 
 
 def _summed(root: Any, gradient: Tensor) -> Tensor:
-    """Return the gradient in the shape of the root, which it may be larger than where that was broadcast.
+    """Return the gradient in the shape of the root, which it may exceed where the root was broadcast.
 
-    torch's engine does so itself, and torch.autograd.backward refuses it, by what it reads here of a GradientEdge.
+    torch's engine does so itself, while torch.autograd.backward refuses it, judging by what is read here of a
+    GradientEdge.
     """
     try:
         shape = root.node._input_metadata[root.output_nr].shape
@@ -273,7 +275,7 @@ def sequence_number_of(node: Any) -> int:
 
 
 def _engine_for(gradients: Sequence[Tensor]) -> Callable[..., Any] | None:
-    """torch's engine: for GPUs with the context that autograd's threads read; on the CPU there are none of these."""
+    """Return torch's engine; for GPUs, the function that sets the context that autograd's threads read."""
     if any([gradient.is_cuda for gradient in gradients]):
         return getattr(torch.autograd.graph, "_engine_run_backward", None)
     return getattr(getattr(Variable, "_execution_engine", None), "run_backward", None)
@@ -289,7 +291,7 @@ def schedulers_in(scheduler: Any) -> Sequence[Any]:
 
 
 def note_dtype(tensor: Tensor) -> None:
-    """Have torch.export note in its graph that the tensor had its dtype. Lost: it does not."""
+    """Make torch.export note in its graph that the tensor had its dtype. Lost: it does not."""
     note = _dtype_note()
     if note is not None:
         note(tensor, dtype=tensor.dtype)
@@ -306,7 +308,7 @@ def _dtype_note() -> Callable[..., Any] | None:
 
 
 def grad_mode_set_by(function: Any, args: tuple[Any, ...]) -> bool | None:
-    """Return what a call that a TorchFunctionMode sees sets autograd's recording to; None if it is no such call."""
+    """Return what a call that a TorchFunctionMode sees sets autograd's recording to; None if it sets nothing."""
     setter = getattr(torch._C, "_set_grad_enabled", None)
     return bool(args[0]) if setter is not None and function is setter else None
 
@@ -329,7 +331,7 @@ def function_behind(node: Any) -> type[torch.autograd.Function] | None:
 
 
 def schema_arguments(operation: Any) -> Sequence[Any]:
-    """Return an operation's arguments as its schema describes them. Lost, or for what is no operation: none."""
+    """Return an operation's arguments as its schema describes them. Lost, or for other objects: none."""
     schema = getattr(operation, "_schema", None)
     return schema.arguments if schema is not None else ()
 
@@ -370,7 +372,7 @@ def custom_op_parts(operation: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | 
 
 
 def custom_op_made_of(namespace: str, name: str, schema: str, tags: Any, function: Callable[..., Any]) -> Any:
-    """Return the torch.library.custom_op of this process that has the name, made anew if there is none."""
+    """Return this process's torch.library.custom_op of this name; make one if there is none."""
     custom_ops = importlib.import_module("torch._library.custom_ops")
     known = custom_ops.OPDEFS.get(f"{namespace}::{name}")
     return custom_ops.CustomOpDef(namespace, name, schema, function, tags) if known is None else known
@@ -389,7 +391,7 @@ def compiler_options(compiler: Any) -> tuple[Any, bool, bool | None]:
 
 
 def compiler_with(backend: Any, is_full_graph: bool, is_dynamic: bool | None) -> Any:
-    """Return what compiles a function with these options. Lost: torch.compile, which wraps the backend once more."""
+    """Return a compiler with these options. Lost: torch.compile, which wraps the backend once more."""
     optimize = getattr(getattr(torch, "_dynamo", None), "optimize", None)
     if optimize is None:
         return torch.compile(backend=backend, fullgraph=is_full_graph, dynamic=is_dynamic)
@@ -402,7 +404,7 @@ def python_function_of(scripted: Any) -> Callable[..., Any] | None:
 
 
 def scripted_function(name: str, module: Any) -> Any:
-    """Return the function in the module that torch.jit.save has put around it. Lost: the module, called alike."""
+    """Return the function in the module that torch.jit.save has put around it. Lost: the module, called in the same way."""
     make = getattr(torch._C, "_create_function_from_graph", None)
     if make is None:
         return module
@@ -455,7 +457,7 @@ def gloo_group(group_class: Any, store: Any, rank: int, address: str, patience: 
 
 
 class _Place(NamedTuple):
-    """Where an entry of a checkpoint lies: torch's _StorageInfo, in a torch that has none."""
+    """The location of an entry of a checkpoint: torch's _StorageInfo, in a torch that has none."""
 
     relative_path: str
     offset: int
@@ -464,6 +466,6 @@ class _Place(NamedTuple):
 
 
 def storage_info(relative_path: str, offset: int, length: int) -> Any:
-    """Return where an entry of a Distributed Checkpoint lies. Lost: as a class that only lp_pipe reads."""
+    """Return the location of an entry of a Distributed Checkpoint. Lost: as a class that only lp_pipe reads."""
     filesystem = importlib.import_module("torch.distributed.checkpoint.filesystem")
     return getattr(filesystem, "_StorageInfo", _Place)(relative_path, offset, length)

@@ -18,7 +18,7 @@ HANG_POLICIES = ("report", "restart", "stop")
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What holds for every node of a group."""
+    """The options that hold for every node of a group."""
 
     resources: Resources = field(default_factory=Resources)
     on_failure: str = "stop"
@@ -26,23 +26,23 @@ class GroupOptions:
     on_hang: str = "report"
 
     def check(self, label: str) -> None:
-        """Refuse what no launcher could follow, naming the group."""
+        """Refuse what no launcher could follow; errors name the group."""
         if not isinstance(self.resources, Resources):
-            raise TypeError(f"group {label!r}: resources={self.resources!r}: give lp.Resources(cpus=1, …)")
+            raise TypeError(f"group {label!r}: resources must be lp.Resources(cpus=1, …), got {self.resources!r}")
         if self.on_failure not in FAILURE_POLICIES:
             known = ", ".join(FAILURE_POLICIES)
-            raise ValueError(f"group {label!r}: on_failure={self.on_failure!r}; known are {known}")
+            raise ValueError(f"group {label!r}: on_failure must be one of {known}, got {self.on_failure!r}")
         if self.on_hang not in HANG_POLICIES:
             raise ValueError(f"group {label!r}: on_hang must be one of {HANG_POLICIES}, got {self.on_hang!r}")
         if not isinstance(self.max_restarts, Integral) or self.max_restarts < 0:
             raise ValueError(
-                f"group {label!r}: max_restarts={self.max_restarts!r}: give a whole number, which must not be negative"
+                f"group {label!r}: max_restarts must be a whole number from 0 on, got {self.max_restarts!r}"
             )
 
 
 @dataclass(frozen=True)
 class Edge:
-    """`user` holds a handle of `server`; both are `label/index`.
+    """A handle that `user` holds of `server`; both are `label/index`.
 
     channel: the kind of channel by which `user` also sends tensors to `server`, if it does.
     """
@@ -77,11 +77,11 @@ class Program:
         return self._groups
 
     def get_all_nodes(self) -> list[Node[Any]]:
-        """Every node, group by group."""
+        """Return every node, group by group."""
         return list(itertools.chain.from_iterable(self._groups.values()))
 
     def options(self, label: str) -> GroupOptions:
-        """The options of a group."""
+        """Return the options of a group."""
         return self._options.get(label, GroupOptions())
 
     @contextmanager
@@ -93,23 +93,25 @@ class Program:
         max_restarts: int = 3,
         on_hang: str = "report",
     ) -> Iterator[None]:
-        """Nodes added in the body belong to the group `label`; a label may be opened again with the same options.
+        """Put nodes that are added in the body into the group `label`; a label may be opened again with the same
+        options.
 
         on_failure: what a node's failure (exception, exit, kill) means.
             "stop": the program ends, and `wait()` raises it.
             "restart": the node starts from its constructor again after 0.1 s, doubled each time, at most 5 s; at most
-            `max_restarts` times, then as with "stop". Calls in progress raise Unavailable, new ones wait for it.
+                `max_restarts` times, then as with "stop". Calls in progress raise Unavailable, new ones wait for it.
             "ignore": noted in status and log; the others go on, and calls to the node raise Unavailable.
             A colocation fails, restarts and ends as a whole.
         on_hang: what happens to a node that has made no progress for `launch(hang_after=…)` seconds: its process does
             not answer, it is part of a deadlock, or another node waits for it while it waits for none itself.
             "report": the launcher logs it. "restart": the node is killed and started again, as after a failure, within
-            the same `max_restarts`. "stop": the node is killed, and this is the program's failure. In thread mode the
-            node's thread cannot be killed: it is left behind as a daemon.
+                the same `max_restarts`. "stop": the node is killed, and this is the program's failure. In thread mode
+                the node's thread cannot be killed: it is left behind as a daemon.
 
         Raises:
-            ValueError: no label, a group inside a group, options that differ from those of the same label before.
-            TypeError: no Resources.
+            ValueError: there is no label, a group is inside a group, or options differ from earlier ones of the same
+                label.
+            TypeError: resources are no Resources.
         """
         if not label:
             raise ValueError("a group needs a label: program.group('feeder')")
@@ -129,8 +131,9 @@ class Program:
         """Take `node` into the current group (or the group `label`) and return a handle of it.
 
         Raises:
-            ValueError: no label outside a group, a label that is not the current group's, a node added twice.
-            TypeError: not a node.
+            ValueError: there is no label outside a group, the label is not the current group's, or the node was added
+                before.
+            TypeError: it is no node.
         """
         if not isinstance(node, Node):
             raise TypeError(
@@ -151,7 +154,7 @@ class Program:
         return node.create_handle()
 
     def edges(self) -> list[Edge]:
-        """Who holds a handle of whom, discovered from the nodes' arguments; each pair once.
+        """Return the handles that nodes hold of others, found in the nodes' arguments; each pair once.
 
         Raises:
             ValueError: a node holds a handle of a node that is not in this program.

@@ -1,4 +1,4 @@
-"""The versions of torch that pipelines need, and those that they were tested with. Importing this imports no torch."""
+"""The torch versions that pipelines need, and those they were tested with. Importing this imports no torch."""
 
 import re
 
@@ -22,12 +22,15 @@ def is_tested(version: str) -> bool:
 
 
 def refuse_too_old(version: str) -> None:
-    """
+    """Refuse a torch that lacks what pipelines need.
+
     Raises:
-        PipelineError: torch of this version lacks what pipelines need.
+        PipelineError: torch of this version is too old.
     """
     if is_too_old(version):
-        raise PipelineError(f"pipelines need {WANTED}, and this is torch {version}: pip install --upgrade '{WANTED}'")
+        raise PipelineError(
+            f"torch {version} is too old for pipelines, which need {WANTED}: pip install --upgrade '{WANTED}'"
+        )
 
 
 def _numbers(version: str) -> tuple[int, int] | None:

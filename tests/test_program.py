@@ -1,5 +1,6 @@
 """Declare a program: labels, groups, edges, and what is refused."""
 
+import re
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def test_a_groups_resources_are_resources() -> None:
     """A dict was taken, and failed the launch: it "has no attribute 'colocate_with'"."""
     program = lp.Program("mine")
     group = program.group("servers", resources={"cpus": 1})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"group 'servers': resources=.*: give lp\.Resources\("), group:
+    with pytest.raises(TypeError, match=r"group 'servers': resources .*lp\.Resources\(.*got {'cpus': 1}"), group:
         pass
 
 
@@ -136,10 +137,10 @@ def test_resources_are_checked() -> None:
         {"memory": "1GiB"},
         {"threads": "2"},
     ):
-        with pytest.raises(TypeError, match=r"Resources\((env|memory|threads)="):
+        with pytest.raises(TypeError, match=r"Resources: .*(env|memory|threads)"):
             lp.Resources(**of_wrong_type)  # type: ignore[arg-type]
     for name, value in (("A=B", "1"), ("", "1"), ("A", "1\0")):
-        with pytest.raises(ValueError, match="no variable can have"):
+        with pytest.raises(ValueError, match=re.escape(f"{name!r}: {value!r}")):
             lp.Resources(env={name: value})
     for name in ("OMP_NUM_THREADS", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_LOGS"):
         assert lp.Resources(env={name: "1"}).needs_fresh_interpreter
@@ -150,8 +151,8 @@ def test_resources_are_checked() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_failure": "retry"}, "'retry'; known are stop, restart, ignore"),
-        ({"on_failure": "restart", "max_restarts": -1}, "max_restarts=-1"),
+        ({"on_failure": "retry"}, "stop, restart, ignore, got 'retry'"),
+        ({"on_failure": "restart", "max_restarts": -1}, "max_restarts .*-1"),
     ],
 )
 def test_failure_policies_are_checked_at_setup(options: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of a program: as data, text, DOT and SVG. Nothing is started for them."""
+"""Pictures of a program as data, text, DOT and SVG. Nothing is started for them."""
 
 from lp_pipe.graph.dot import to_dot as to_dot
 from lp_pipe.graph.graph_view import GraphView as GraphView

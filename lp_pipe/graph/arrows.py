@@ -1,4 +1,4 @@
-"""The arrows of a picture: edges, with those that say the same drawn as one."""
+"""The arrows of a picture: edges, with equal ones drawn as one."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from lp_pipe.program import Edge
 
 @dataclass(frozen=True)
 class ArrowEnd:
-    """Where an arrow starts or ends: a node, or (index None) a whole group."""
+    """The start or end of an arrow: a node, or (index None) a whole group."""
 
     label: str
     index: int | None
@@ -17,7 +17,7 @@ class ArrowEnd:
 
 @dataclass(frozen=True)
 class Arrow:
-    """Stands for `edges`. is_mutual: there is one for each direction."""
+    """An arrow that stands for `edges`. is_mutual: it stands for edges of both directions."""
 
     user: ArrowEnd
     server: ArrowEnd
@@ -34,7 +34,7 @@ _Bundles = dict[tuple[ArrowEnd, ArrowEnd], list[Edge]]
 
 
 def arrows_of(view: GraphView, collapsed: Collection[str]) -> list[Arrow]:
-    """Arrows between nodes; between groups where all members do the same, or where the group is collapsed."""
+    """Return arrows between nodes, or between groups where all members do the same or the group is collapsed."""
     ends = {node.name: ArrowEnd(node.label, None if node.label in collapsed else node.index) for node in view.nodes}
     bundles: _Bundles = {}
     for edge in view.edges:
@@ -47,12 +47,12 @@ def arrows_of(view: GraphView, collapsed: Collection[str]) -> list[Arrow]:
 
 
 def _join_members(bundles: _Bundles, group: ArrowEnd, members: list[ArrowEnd]) -> _Bundles:
-    """Move to the group's box what all its members have in common."""
+    """Replace the arrows that all members of a group have in common by arrows of the group's box."""
     outside = {end: None for pair in bundles for end in pair if end.label != group.label}
     for end in outside:
         _replace(bundles, [(end, member) for member in members], (end, group))
         _replace(bundles, [(member, end) for member in members], (group, end))
-    if len(members) > 2:  # two that know each other need no loop around them
+    if len(members) > 2:  # two members that know each other need no loop around them
         _replace(bundles, [(one, other) for one in members for other in members if one != other], (group, group))
     return bundles
 

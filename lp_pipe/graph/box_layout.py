@@ -1,4 +1,4 @@
-"""Places for boxes: users above the servers that they call, neighbours near each other."""
+"""Positions for boxes: users above the servers that they call, neighbours near each other."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _ROUNDS = 12
 
 
 class Rect(NamedTuple):
-    """x and y of the upper left corner; y grows downwards."""
+    """A rectangle: x and y of the upper left corner; y grows downwards."""
 
     x: float
     y: float
@@ -38,7 +38,7 @@ Size = tuple[float, float]
 
 @dataclass(frozen=True)
 class BoxLayout:
-    """Where boxes are, and for every edge that passes layers, the gaps it runs through (from user to server)."""
+    """The places of boxes and, for every edge that passes layers, the gaps it runs through (from user to server)."""
 
     boxes: Mapping[str, Rect]
     routes: Mapping[tuple[str, str], Sequence[Rect]]
@@ -87,7 +87,9 @@ def _place(
 
 
 def _keep_apart(wishes: list[float], widths: list[float]) -> list[float]:
-    """Centres near the wishes, in order and without overlap: the mean of packing from the left and from the right."""
+    """Return centres near the wishes, in order and without overlap: the mean of packing from the left and from the
+    right.
+    """
     from_left = _pushed(wishes, widths)
     mirrored = _pushed([-wish for wish in reversed(wishes)], widths[::-1])
     return [(one - other) / 2 for one, other in zip(from_left, reversed(mirrored), strict=True)]

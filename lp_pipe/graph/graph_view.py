@@ -1,4 +1,4 @@
-"""A program's graph as plain data, for whatever draws, prints or stores it."""
+"""A program's graph as plain data, for code that draws, prints or stores it."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from lp_pipe.resources import Resources
 
 @dataclasses.dataclass(frozen=True)
 class NodeView:
-    """One node. kind: its class (CourierNode, PyNode, ...); runs: the user's class or function inside.
+    """A node of the graph. kind: its class (CourierNode, PyNode, ...); runs: the user's class or function inside.
 
     notes: short lines that say more, such as which layers a stage has.
     """
@@ -34,7 +34,7 @@ class NodeView:
 
 @dataclasses.dataclass(frozen=True)
 class GraphView:
-    """Nodes in the order of their groups, and who holds a handle of whom."""
+    """The nodes in the order of their groups, and the edges from each node to those whose handles it holds."""
 
     program: str
     nodes: tuple[NodeView, ...]
@@ -42,7 +42,7 @@ class GraphView:
 
     @classmethod
     def of(cls, program: Program, mode: str = "process") -> "GraphView":
-        """The graph of `program` as it is now; `mode`, in which it will run, decides what "auto" channels are.
+        """Return the graph of `program` as it is now; `mode`, in which it will run, decides what "auto" channels are.
 
         Raises:
             ValueError: a node holds a handle of a node that is not in the program.
@@ -70,11 +70,13 @@ class GraphView:
         return table
 
     def servers_of(self, users: Iterable[NodeView]) -> list[str]:
-        """The names of the nodes that any of `users` holds a handle of, in the program's order."""
+        """Return the names of the nodes that any of `users` holds a handle of, in the program's order."""
         return self._in_order({edge.server for edge in self._edges_from(users)})
 
     def channels_of(self, users: Iterable[NodeView]) -> dict[str, list[str]]:
-        """By kind of channel, the names of the nodes that any of `users` sends tensors to, in the program's order."""
+        """Return, by kind of channel, the names of the nodes to which any of `users` sends tensors, in the program's
+        order.
+        """
         table: dict[str, set[str]] = {}
         for edge in self._edges_from(users):
             if edge.channel:
@@ -100,9 +102,9 @@ class GraphView:
         return sorted(names, key=self._places.__getitem__)
 
     def to_dict(self) -> dict[str, Any]:
-        """`{"program", "groups": {label: [node names]}, "nodes": [...], "edges": [{"user", "server"}]}`.
+        """Return `{"program", "groups": {label: [node names]}, "nodes": [...], "edges": [{"user", "server"}]}`.
 
-        An edge that tensors travel along has a "channel", too, and a node of which there is more to say "notes".
+        An edge that tensors travel along also has a "channel", and a node with notes also has "notes".
         """
         return {
             "program": self.program,
@@ -124,13 +126,13 @@ def _as_dict(node: NodeView) -> dict[str, Any]:
 
 
 def _chosen(edge: Edge, mode: str) -> Edge:
-    if not edge.channel or mode == "multi_host":  # there it depends on the hosts: `lp_pipe launch --dry-run` says
+    if not edge.channel or mode == "multi_host":  # then it depends on the hosts: `lp_pipe launch --dry-run` shows it
         return edge
     return dataclasses.replace(edge, channel=kinds.preview(edge.channel, same_process=mode == "thread"))
 
 
 def count(number: int, noun: str) -> str:
-    """ "1 node", "3 nodes"."""
+    """Return "1 node", "3 nodes"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -142,7 +144,7 @@ def _runs(node: Node[Any]) -> str:
 
 
 def _inside(colocation: Colocation) -> str:
-    """ "Stage x 2 + train", with what is inside a colocation in parentheses."""
+    """Return "Stage x 2 + train" for a colocation, with inner colocations in parentheses."""
     names = [f"({_runs(child)})" if isinstance(child, Colocation) else _runs(child) for child in colocation.children]
     runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
     return " + ".join(name if number == 1 else f"{name} x {number}" for name, number in runs) or "nothing"

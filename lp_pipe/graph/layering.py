@@ -1,4 +1,4 @@
-"""The order of a layered drawing: which layer, and where in it. Pure graph theory, no coordinates.
+"""The layers of a drawing, and the order within each. Pure graph theory, no coordinates.
 
 Longest path after breaking cycles, then barycentre sweeps. Source: Sugiyama, Tagawa, Toda, 1981.
 """
@@ -20,7 +20,7 @@ class DummyVertex(NamedTuple):
 
 
 def break_cycles(vertices: Sequence[str], edges: Sequence[tuple[str, str]]) -> dict[tuple[str, str], None]:
-    """The edges, those that close a cycle turned round; vertices that nobody calls are visited first."""
+    """Return the edges, with those that close a cycle reversed; vertices without users are visited first."""
     called = {server for _, server in edges}
     outgoing: dict[str, list[str]] = {vertex: [] for vertex in vertices}
     for user, server in edges:
@@ -28,7 +28,7 @@ def break_cycles(vertices: Sequence[str], edges: Sequence[tuple[str, str]]) -> d
     downward: dict[tuple[str, str], None] = {}
     seen: set[str] = set()
     for first in sorted(vertices, key=lambda vertex: vertex in called):
-        path = {first: iter(outgoing[first])} if first not in seen else {}  # no recursion: chains are long
+        path = {first: iter(outgoing[first])} if first not in seen else {}  # no recursion, because chains may be long
         seen.add(first)
         while path:
             vertex, servers = next(reversed(path.items()))
@@ -44,7 +44,7 @@ def break_cycles(vertices: Sequence[str], edges: Sequence[tuple[str, str]]) -> d
 
 
 def longest_path_layers(vertices: Sequence[str], edges: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """Every vertex one layer below the lowest of its users; 0 is the top."""
+    """Place every vertex one layer below the lowest of its users; layer 0 is the top."""
     users: dict[str, list[str]] = {vertex: [] for vertex in vertices}
     for user, server in edges:
         users[server].append(user)
@@ -64,7 +64,7 @@ def longest_path_layers(vertices: Sequence[str], edges: Iterable[tuple[str, str]
 def with_dummy_vertices(
     layer_of: Mapping[str, int], edges: Iterable[tuple[str, str]]
 ) -> tuple[list[list[Vertex]], list[tuple[Vertex, Vertex]]]:
-    """The layers as rows, and the edges as links between neighbouring rows, through `Way`s where they pass some."""
+    """Return the layers as rows, and the edges as links between neighbouring rows, through dummy vertices."""
     rows: list[list[Vertex]] = [[] for _ in range(1 + max(layer_of.values(), default=-1))]
     for vertex, number in layer_of.items():
         rows[number].append(vertex)

@@ -1,4 +1,4 @@
-"""Geometry of a graph's picture: boxes, cards and curves, without colours or XML."""
+"""The geometry of a graph's picture: boxes, cards and curves, without colours or XML."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from lp_pipe.graph.arrows import Arrow, ArrowEnd, arrows_of
 from lp_pipe.graph.box_layout import BoxLayout, Rect, Size, lay_out
 from lp_pipe.graph.graph_view import GraphView, NodeView
 
-MAX_CARDS = 6  # a larger group is drawn as one stack of cards, unless there are different notes on them
+MAX_CARDS = 6  # a larger group is drawn as one stack of cards, unless its nodes have different notes
 CARD_WIDTH, CARD_HEIGHT = 150.0, 46.0
-NOTE_HEIGHT = 14.0  # of each line of notes on a card
+NOTE_HEIGHT = 14.0  # per line of notes on a card
 TITLE_HEIGHT = 32.0
 PADDING = 14.0
 _ARROW_ROOM = 46.0  # between cards that an arrow connects
@@ -51,7 +51,7 @@ class Scene:
 
 
 def make_scene(view: GraphView) -> Scene:
-    """Place everything."""
+    """Place boxes, cards and arrows."""
     stacked = {label for label, nodes in view.groups.items() if len(nodes) > MAX_CARDS and _are_alike(nodes)}
     arrows = arrows_of(view, stacked)
     inner = [arrow for arrow in arrows if arrow.user.label == arrow.server.label]
@@ -102,7 +102,7 @@ def _box(label: str, nodes: Sequence[NodeView], is_stack: bool, layout: BoxLayou
 
 
 def _distance(arrow: Arrow) -> int:
-    """Places between two cards of one group; 0 for what starts or ends at the whole group."""
+    """Return how many cards of one group an arrow spans; 0 if it starts or ends at the whole group."""
     if arrow.user.index is None or arrow.server.index is None:
         return 0
     return abs(arrow.user.index - arrow.server.index)
@@ -135,7 +135,7 @@ def _loop_at_box(box: Rect) -> str:
 
 
 def _right_of_title(rect: Rect, box: Rect, label: str) -> Rect:
-    """The part of a card that an arrow reaches from above without crossing the title of its box."""
+    """Return the part of a card that an arrow reaches from above without crossing the title of its box."""
     if rect == box:
         return rect
     title_end = box.x + PADDING + (len(label) + 5) * _TITLE_LETTER
@@ -170,7 +170,7 @@ def _spread_ports(
     routes: Sequence[Sequence[Rect]],
     layout: BoxLayout,
 ) -> dict[tuple[int, bool], Point]:
-    """Where arrow `number` starts (True) and ends (False): side by side, in the order of where they go."""
+    """Return where each arrow starts (True) and ends (False): side by side, in the order of where they go."""
     sides: dict[tuple[ArrowEnd, bool], list[tuple[float, int, bool]]] = {}
     for number, arrow in enumerate(arrows):
         is_down = _points_down(arrow, layout)
@@ -187,7 +187,7 @@ def _spread_ports(
 
 
 def _smooth(points: Sequence[Point]) -> str:
-    """Curves that leave and reach every point vertically."""
+    """Return SVG curves that leave and reach every point vertically."""
     parts = [f"M {points[0][0]:.1f} {points[0][1]:.1f}"]
     for (x0, y0), (x1, y1) in pairwise(points):
         bend = (y1 - y0) / 2

@@ -1,4 +1,4 @@
-"""A program's graph as an SVG picture, drawn by hand: no system package is needed."""
+"""A program's graph as an SVG picture, written without any system package."""
 
 from typing import Any, NamedTuple
 from xml.etree import ElementTree as ET
@@ -17,7 +17,7 @@ _MAX_SMALL_LETTERS = 25
 
 
 class Colors(NamedTuple):
-    """Of one group: its box's inside and border, and its title and arrows."""
+    """The colours of one group: inside and border of its box, and its title and arrows."""
 
     fill: str
     border: str
@@ -37,10 +37,11 @@ PALETTE = (
 
 
 def to_svg(view: GraphView) -> str:
-    """Groups as boxes, users above their servers; an arrow points from the user to the server that it calls.
+    """Return an SVG: groups are boxes, users are above their servers; an arrow points from a user to the server it
+    calls.
 
-    A large group is one stack of cards; an arrow to or from a box stands for all of its members; hover over an arrow
-    to see which handles it stands for. Where tensors travel, the kind of channel is written along it.
+    A large group is one stack of cards. An arrow to or from a box stands for all of its members; hovering over an arrow
+    shows which handles it stands for. Where tensors travel, the kind of channel is written along the arrow.
     """
     scene = make_scene(view)
     colors = {label: PALETTE[number % len(PALETTE)] for number, label in enumerate(view.groups)}
@@ -57,7 +58,7 @@ def to_svg(view: GraphView) -> str:
 
 
 def _draw(stage: ET.Element, scene: Scene, colors: dict[str, Colors]) -> None:
-    # Boxes below arrows, arrows below cards and titles: an arrow may cross a box, never a text.
+    # Boxes are below arrows, arrows below cards and titles: an arrow may cross a box, never a text.
     for box in scene.boxes:
         _add_box(stage, box, colors[box.label])
     for curve in scene.curves:
@@ -139,7 +140,7 @@ def _add_curve(stage: ET.Element, curve: Curve, color: Colors) -> None:
 
 
 def _add_channels(stage: ET.Element, path: ET.Element, arrow: Arrow, color: Colors) -> None:
-    """The kinds of channels along the arrow, in the middle of it."""
+    """Write the kinds of channels along the arrow, in the middle of it."""
     path.attrib["id"] = f"edge-{len(stage)}"
     text = add(stage, "text", dy=-5, font_size=10, fill=color.ink, text_anchor="middle")
     text.attrib["class"] = "channel"

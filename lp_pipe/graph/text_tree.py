@@ -1,4 +1,4 @@
-"""A program's graph as text, for the terminal: one line a node, or one line a large group."""
+"""A program's graph as text for the terminal: one line per node, or one line for a large group."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -10,7 +10,7 @@ MAX_LINES_PER_GROUP = 6
 
 
 class _TextRow(NamedTuple):
-    """What is before the arrow, and what is after it; the columns of the former are aligned. notes: lines below."""
+    """A row of text: aligned columns before the arrow, servers after it. notes: lines below."""
 
     columns: list[str]
     servers: str = ""
@@ -18,8 +18,8 @@ class _TextRow(NamedTuple):
 
 
 def to_text(view: GraphView) -> str:
-    """A tree of groups and nodes; `→` names the nodes whose handles a node holds, and by the kind
-    of channel those that it sends tensors to (`; shm: stages/1`).
+    """Return a tree of groups and nodes. `→` names the nodes whose handles a node holds, and after `;`, by kind of
+    channel, those that it sends tensors to (`; shm: stages/1`).
 
     char_gpt: 4 nodes in 3 groups (→ holds a handle of)
       feeder   CourierNode  Feeder
@@ -35,7 +35,7 @@ def to_text(view: GraphView) -> str:
 
 
 def short_names(names: Sequence[str], sizes: dict[str, int]) -> str:
-    """`feeder, stages/0..3`: runs of indices are joined, and the only node of a group goes by its label."""
+    """Return `feeder, stages/0..3`: runs of indices are joined, and the only node of a group goes by its label."""
     parts = []
     for label, members in groupby(names, key=lambda name: name.rpartition("/")[0]):
         indices = [int(name.rpartition("/")[2]) for name in members]
@@ -54,7 +54,7 @@ def _group_rows(view: GraphView, label: str, nodes: list[NodeView]) -> list[_Tex
 
 
 def _large_group_rows(view: GraphView, label: str, nodes: list[NodeView]) -> list[_TextRow]:
-    """One row for each stretch of nodes that run the same thing."""
+    """Return one row for each run of nodes that run the same thing."""
     stretches = [list(part) for _, part in groupby(nodes, key=lambda node: (node.kind, node.runs, node.notes))]
     if len(stretches) == 1:
         return [_row(view, f"{label} x {len(nodes)}", nodes)]
@@ -79,7 +79,7 @@ def _lines(row: _TextRow, widths: list[int]) -> str:
 
 
 def _runs_of(indices: list[int]) -> list[str]:
-    """[0, 1, 2, 5] as ["0..2", "5"]."""
+    """Return [0, 1, 2, 5] as ["0..2", "5"]."""
     pieces = []
     for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
         numbers = [index for _, index in run]

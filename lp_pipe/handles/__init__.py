@@ -1,4 +1,4 @@
-"""How one node reaches another: handles at setup, clients at execution."""
+"""Handles at setup and clients at execution: how one node reaches another."""
 
 from lp_pipe.handles.arguments import check_arguments as check_arguments
 from lp_pipe.handles.arguments import declared_at as declared_at

@@ -1,4 +1,4 @@
-"""Arguments that do not fit what a node or a Deferred will call: refused in the process that declares it."""
+"""A check, in the process that declares a node or a Deferred, that its arguments fit what it will call."""
 
 import functools
 import inspect
@@ -15,11 +15,12 @@ def check_arguments(
 ) -> None:
     """Refuse arguments with which `function` cannot be called.
 
-    Only what Python code says of its parameters counts: those of builtins, and of classes without an `__init__` or
-    `__new__` in Python, are left to the call.
+    Only the parameters of Python code are checked: those of builtins, and of classes without an `__init__` or `__new__`
+    in Python, are left to the call.
 
     Raises:
-        TypeError: says `what` will call the function, its parameters, and which of them do not fit; ends with `hint`.
+        TypeError: says that `what` will call the function, its parameters, and which arguments do not fit; ends with
+            `hint`.
     """
     signature = _signature(function)
     if signature is None:
@@ -45,10 +46,10 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     if not _has_python_parameters(function):
         return None
     try:
-        # One that was set by hand may lie: pydantic's models ignore arguments that theirs does not have.
+        # A signature that was set by hand may be wrong: pydantic's models ignore arguments that theirs does not have.
         if inspect.getattr_static(function, "__signature__", None) is not None:
             return None
-        # A decorator's function takes what the decorator says, and may add to what the decorated one takes.
+        # A decorator's function takes what the decorator says, and may add to the arguments of the decorated one.
         return inspect.signature(function, follow_wrapped=False)
     except Exception:  # builtins have none, and metaclasses may raise anything
         return None

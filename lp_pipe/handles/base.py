@@ -1,4 +1,4 @@
-"""A handle stands for a node at setup, and becomes a client of it at execution."""
+"""The base of handles. A handle stands for a node at setup, and becomes a client of it at execution."""
 
 from abc import ABC, abstractmethod
 from typing import Any, Generic, NoReturn, TypeVar
@@ -10,16 +10,18 @@ ClientT = TypeVar("ClientT")
 
 
 class Handle(ABC, Generic[ClientT]):
-    """What `program.add_node` returns: pass it to other nodes' constructors, which get a client in its place."""
+    """The object that `program.add_node` returns: pass it to other nodes' constructors, which get a client in its
+    place.
+    """
 
-    channel = ""  # of a handle that tensors go to, and no calls: the kind of channel that was asked for
+    channel = ""  # for a handle to which tensors are sent instead of calls: the kind of channel that was asked for
 
     def __init__(self) -> None:
         self.node_name = "a node that was not added to a program"
 
     @abstractmethod
     def dereference(self) -> ClientT:
-        """The client. In a node: at once (its calls wait for the server); in the launcher: once the server is up."""
+        """Return the client: in a node at once (calls wait for the server), in the launcher once the server is up."""
 
     @property
     def addresses(self) -> list[Address]:
@@ -30,8 +32,8 @@ class Handle(ABC, Generic[ClientT]):
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(
-            f"{type(self).__name__} of {self.__dict__.get('node_name')} has no {name!r}: a handle is not yet a client. "
-            f"Pass it to a node's arguments, where it is dereferenced by itself, or call .dereference().{name}"
+            f"{type(self).__name__} of {self.__dict__.get('node_name')} has no {name!r}: a handle is not a client yet. "
+            f"Pass it to a node as an argument, which dereferences it, or call .dereference().{name}"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lp_pipe.telemetry import waits
 
 
 class CourierHandle(Handle[CourierClient]):
-    """Dereferences to a CourierClient of the node's server."""
+    """A handle that dereferences to a CourierClient of the node's server."""
 
     def __init__(self, address: Address, client_kwargs: Mapping[str, Any]) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class CourierHandle(Handle[CourierClient]):
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "node_name":
             raise AttributeError(
-                f"{self!r} cannot set {name!r}: a handle only stands for the node, whose object would never see it. "
+                f"cannot set {name!r} of {self!r}: a handle only stands for the node, whose object would not get it. "
                 "Give its class a method for that, and call it on a client"
             )
         super().__setattr__(name, value)
@@ -39,7 +39,7 @@ class CourierHandle(Handle[CourierClient]):
     def dereference(self) -> CourierClient:
         services = services_for(self._address.id)
         if services is None:
-            raise RuntimeError(f"cannot dereference the handle of {self.node_name}: its program was not launched yet")
+            raise RuntimeError(f"cannot dereference the handle of {self.node_name}: launch its program first")
         if is_launcher_of(self._address.id):
             with waits.waiting(waits.RESOLVE, waits.Target("", self._address.id, self.node_name)):
                 try:

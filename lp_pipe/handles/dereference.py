@@ -1,4 +1,4 @@
-"""Find and replace the handles inside a node's arguments, however deep they lie in containers."""
+"""Search and replacement of handles inside a node's arguments, however deep they are in containers."""
 
 import copy
 import dataclasses
@@ -15,8 +15,8 @@ from lp_pipe.handles.base import Handle
 class Deferred:
     """An object that is built inside the node: `Deferred(ctor, *args, **kwargs)`.
 
-    Built once per node, even when it is used twice. Handles and Deferreds among its own arguments are dereferenced
-    first. A failure names the file and line where it was declared.
+    It is built once per node, even when it is used twice. Handles and Deferreds among its own arguments are
+    dereferenced first. A failure names the file and line where it was declared.
 
     Raises:
         TypeError: the constructor does not take the arguments.
@@ -33,7 +33,7 @@ class Deferred:
         return f"Deferred({getattr(self._ctor, '__qualname__', self._ctor)}, declared at {self._declared})"
 
     def parts(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Its own arguments."""
+        """Return its own arguments."""
         return self._args, self._kwargs
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,15 +49,16 @@ class Deferred:
 
 
 def dereference(value: Any) -> Any:
-    """`value` with every handle replaced by its client and every Deferred by its object.
+    """Return `value` with every handle replaced by its client and every Deferred by its object.
 
-    Containers keep their types; those of the caller are not changed; what holds no handle is passed on as it is.
+    Containers keep their types, and those of the caller are not changed; an object without handles is returned as it
+    is.
     """
     return _to_end(_replacing(value, {}))
 
 
 def find_handles(value: Any) -> Iterator[Handle[Any]]:
-    """The handles that `dereference` would replace, and those that functions capture; each once, in order."""
+    """Yield the handles that `dereference` would replace, and those that functions capture; each once, in order."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -72,8 +73,8 @@ def find_handles(value: Any) -> Iterator[Handle[Any]]:
             stack.extend(reversed(parts))
 
 
-# A step of a replacement: yields the replacement of a part, and is sent the new part. Containers may be nested deeper
-# than Python's stack, so that these do not call each other.
+# A step of a replacement: a generator that yields the replacement of a part and is sent the new part. Containers may be
+# nested deeper than Python's stack allows, so the generators do not call each other.
 _Replacing = Generator["_Replacing", Any, Any]
 
 
@@ -112,8 +113,8 @@ def _rebuilding(value: Any, memo: dict[int, Any]) -> _Replacing:
             items.append((yield _replacing(item, memo)))
         # Not type(value)(*items) for namedtuples: a constructor that checks its fields expects handles.
         return getattr(value, "_make", tuple)(items)
-    new = copy.copy(value)  # of a dataclass: no constructor runs again, frozen or not
-    memo[id(value)] = new  # before its items: a list may hold itself
+    new = copy.copy(value)  # copies a dataclass without its constructor, frozen or not
+    memo[id(value)] = new  # before its items, because a list may hold itself
     if isinstance(value, dict):
         for key, item in value.items():
             new[key] = yield _replacing(item, memo)
@@ -135,7 +136,7 @@ def _is_container(value: Any) -> bool:
 
 
 def _find_handles_or_deferred(value: Any) -> Iterator[Any]:
-    """Like find_handles, but stops at Deferreds and does not look into functions."""
+    """Yield handles and Deferreds like find_handles, but do not look into Deferreds and functions."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -156,7 +157,7 @@ def _children(value: Any) -> list[Any]:
 
 
 def _reachable(value: Any) -> list[Any]:
-    """What may hide a handle inside `value`: items, a Deferred's arguments, what a function has captured."""
+    """Return the parts of `value` that may hide a handle: items, a Deferred's arguments, a function's captures."""
     if isinstance(value, Deferred):
         return list(value.parts())
     if isinstance(value, functools.partial):

@@ -1,4 +1,4 @@
-"""Calls that are spread over a group of interchangeable servers."""
+"""A client that spreads calls over a group of interchangeable servers."""
 
 import threading
 import time
@@ -17,8 +17,8 @@ from lp_pipe.rpc.futures import Futures
 from lp_pipe.rpc.remote_method import RemoteMethod
 from lp_pipe.telemetry import waits
 
-_WINDOW = 2  # calls of `map` for each member: one runs, one is on its way
-_TRY_AGAIN_S = 1.0  # to reach a member that has failed, while others are there
+_WINDOW = 2  # calls of `map` in flight for each member: one runs, one is on its way
+_TRY_AGAIN_S = 1.0  # the pause before a failed member is tried again while others are up
 _REACH_S = 0.5
 _LOOK_AGAIN_S = 0.1
 _FIRST_LOOK_S = 0.2
@@ -28,16 +28,16 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-@dataclass(init=False, repr=False, eq=False)  # as a dataclass its handles are found and dereferenced, as in any other
+@dataclass(init=False, repr=False, eq=False)  # handles in a dataclass are found and dereferenced, as in any other
 class Pool:
-    """One client for several servers of the same kind: `pool.method(*args)` calls the one with the fewest calls open.
+    """A client for several servers of the same kind: `pool.method(*args)` calls the one with the fewest open calls.
 
-    members: handles, where it is an argument of a node; inside of a node, and in the launcher, clients.
+    members: handles, where the pool is an argument of a node; clients, inside a node and in the launcher.
     safe: methods that may run twice. Such a call goes to another member when its own dies during it (then do not change
         its arguments before it has returned); the call of another method raises Unavailable.
-    max_pending: calls that each member has open at most; further ones wait.
+    max_pending: the number of calls that each member has open at most; further ones wait.
 
-    A member that cannot be reached gets no calls until it can be; when there is no other, calls wait for the first one
+    A member that cannot be reached gets no calls until it can be. When there is no other, calls wait for the first one
     that comes back, as a client does, unless its wait_for_ready is False. `pool.futures.method(...)` returns a Future;
     both wait while no member may take a call. Any number of threads may share a pool.
 
@@ -56,15 +56,15 @@ class Pool:
         max_pending: int | None = None,
     ) -> None:
         if isinstance(safe, str):
-            raise TypeError(f"Pool(safe={safe!r}): write a list of methods, [{safe!r}]")
+            raise TypeError(f"Pool: safe must be a list of methods, [{safe!r}], got {safe!r}")
         found = tuple(members)
         for member in found:
             if not isinstance(member, Handle | CourierClient):
-                raise TypeError(f"Pool: {member!r} is neither a handle nor a client of a CourierNode")
+                raise TypeError(f"Pool: each member must be a handle or a client of a CourierNode, got {member!r}")
         if not found:
-            raise ValueError("Pool: it needs at least one member")
+            raise ValueError("Pool: members must have at least one handle or client")
         if max_pending is not None and max_pending < 1:
-            raise ValueError(f"Pool(max_pending={max_pending}): must be at least 1, or None")
+            raise ValueError(f"Pool: max_pending must be at least 1, or None, got {max_pending}")
         self.__setstate__({"_members": found, "_safe": frozenset(safe), "_max_pending": max_pending})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -81,26 +81,27 @@ class Pool:
         """The members' clients, in the order of the members.
 
         Raises:
-            RuntimeError: they are handles as yet.
+            RuntimeError: they are still handles.
         """
         for member in self._members:
             if not isinstance(member, CourierClient):
                 raise RuntimeError(
-                    f"{self!r} has handles, which are not yet clients: pass it to a node's arguments, or make it of "
+                    f"{self!r} has handles, which are not clients yet: pass it to a node as an argument, or make it of "
                     "clients (run.client(handle))"
                 )
         return self._members
 
     @property
     def futures(self) -> Futures:
-        """The same methods, each returning a concurrent.futures.Future."""
+        """A view of the same methods, each returning a concurrent.futures.Future."""
         return Futures(self)
 
     def map(self, method: Any, items: Iterable[Any], *, ordered: bool = False) -> Iterator[Any]:
         """Call the method with each item; yield the results as they arrive, or in the order of the items.
 
-        method: its name, or `pool.method`. Items are taken, and calls made, as results are: a few for each member are
-        open at a time. An exception of a call is raised in its turn; leaving the loop gives the open calls up.
+        method: its name, or `pool.method`. Items are taken, and calls made, as results are taken: a few calls for each
+            member are open at a time. An exception of a call is raised in its turn; leaving the loop gives the open
+            calls up.
         """
         name: str = method if isinstance(method, str) else method.__name__
         window = len(self) * (min(self._max_pending, _WINDOW) if self._max_pending else _WINDOW)
@@ -132,7 +133,7 @@ class Pool:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not callable(value):
-            raise AttributeError(f"{self!r} cannot set {name!r}: it would change the pool, and no node's object")
+            raise AttributeError(f"cannot set {name!r} of {self!r}: it would change the pool, not the nodes' objects")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -144,7 +145,7 @@ class Pool:
             try:
                 return member.client._call(name, args, kwargs)
             except Unavailable as error:
-                if isinstance(error, RemoteError):  # of a client of the handler's
+                if isinstance(error, RemoteError):  # the error of a client that the handler used
                     raise
                 self._lose(member)
                 if tries == self._most_tries(name):
@@ -152,7 +153,7 @@ class Pool:
             finally:
                 self._give_back(member)
 
-    def _start(self, method: str, args: Args, kwargs: Kwargs, reader: Any = "anybody") -> "Future[Any]":
+    def _start(self, method: str, args: Args, kwargs: Kwargs, reader: Any = "any") -> "Future[Any]":
         target = waits.Target(peer=repr(self))
         outer = CallFuture(_outcome, target, method, reader)
         self._begin(outer, method, args, kwargs, 1)
@@ -170,7 +171,7 @@ class Pool:
             if is_lost:
                 self._lose(member)
             if is_lost and tries < self._most_tries(method) and not outer.cancelled():
-                # Not here, where replies are read: it may wait for a member.
+                # In a thread of its own: it may wait for a member, which must not happen where replies are read.
                 again = (outer, method, args, kwargs, tries + 1)
                 threading.Thread(target=self._begin_again, args=again, name=f"again {method}", daemon=True).start()
             else:
@@ -183,7 +184,7 @@ class Pool:
             self._give_back(member)
             raise
         outer.on_cancel = inner.cancel
-        if outer.cancelled():  # between two tries
+        if outer.cancelled():  # cancelled between two tries
             inner.cancel()
         add_quick_callback(inner, end)
 
@@ -200,17 +201,17 @@ class Pool:
         return max(_LEAST_TRIES, len(self) + 1) if method in self._safe else 1
 
     def _take(self, method: str) -> "_PoolMember":
-        """Count one more call of the member that is to take it; waits for one.
+        """Wait for a member that can take the call, and count the call as one of its open ones.
 
         Raises:
-            Unavailable, DeadlineExceeded: none can be reached.
+            Unavailable, DeadlineExceeded: no member can be reached.
         """
         timeout_s = self.clients[0]._call_timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             if not self._member_states:
                 self._member_states = [_PoolMember(client) for client in self.clients]
-                self._free_member()  # which begins to reach them; those that are up take part from the first call on
+                self._free_member()  # starts to connect; members that are up take part from the first call on
                 self._changed.wait_for(
                     lambda: not any(member.is_connecting for member in self._member_states), _FIRST_LOOK_S
                 )
@@ -223,7 +224,7 @@ class Pool:
                 self._wait_for_one(method, deadline)
 
     def _free_member(self) -> "_PoolMember | None":
-        """Find the member with the fewest calls, in turn among equals; look after those that cannot be reached."""
+        """Return the member with the fewest calls, in turn among equals; try to reach those that are down."""
         for member in self._member_states:
             if member.is_up and not member.is_connected():
                 member.is_up = False
@@ -254,13 +255,13 @@ class Pool:
             self._changed.wait(_LOOK_AGAIN_S if remaining is None else min(remaining, _LOOK_AGAIN_S))
 
     def _connect(self, member: "_PoolMember") -> None:
-        """Reach the member in a thread; that ends after a while, because the pool may be of no more use."""
+        """Connect to the member in a thread, which ends after a while because the pool may not be in use any more."""
 
         def reach() -> None:
             error, is_up = None, True
             try:
                 member.client._reconnector.connected("reach", time.monotonic() + _REACH_S)
-            except DeadlineExceeded:  # it is not up yet
+            except DeadlineExceeded:  # the member is not up yet
                 is_up = False
             except Exception as found:
                 error, is_up = found, False
@@ -288,7 +289,7 @@ class Pool:
 
 
 class _PoolMember:
-    """A member, and what the pool knows of it; with the pool's lock held."""
+    """A member and what the pool knows of it; used with the pool's lock held."""
 
     def __init__(self, client: CourierClient) -> None:
         self.client = client
@@ -303,7 +304,7 @@ class _PoolMember:
 
 
 class _MemberResult:
-    """What a member has returned, which may be an exception."""
+    """A result of a member, which may be an exception object."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""What a program's graph is made of."""
+"""The nodes of which a program's graph is made."""
 
 from lp_pipe.nodes.base import Node as Node
 from lp_pipe.nodes.cacher_node import CacheInfo as CacheInfo

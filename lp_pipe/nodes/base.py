@@ -1,4 +1,4 @@
-"""What every node of a program has: arguments, addresses, a handle, and something to execute."""
+"""The base of every node of a program: arguments, addresses, handles, and something to execute."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -15,8 +15,9 @@ HandleT = TypeVar("HandleT", bound=Handle[Any])
 class Node(ABC, Generic[HandleT]):
     """A unit of the program: a callable and its arguments, run in a thread or process of its own.
 
-    `label` and `index` are set when the node is added to a program. `notes`: short lines that pictures of the program
-    show with it. `planned_host`: on which of several hosts it starts, a name or a place among them; None: on any.
+    label, index: set when the node is added to a program.
+    notes: short lines that pictures of the program show with it.
+    planned_host: the host on which it starts, by name or by position; None: any.
     """
 
     label: str = ""
@@ -40,23 +41,23 @@ class Node(ABC, Generic[HandleT]):
 
     @property
     def addresses(self) -> list[Address]:
-        """Where this node's servers listen."""
+        """The addresses at which this node's servers listen."""
         return self._addresses
 
     @property
     def name(self) -> str:
-        """`label/index`, or the kind of node before it was added to a program."""
+        """The node's `label/index`, or its class before it was added to a program."""
         return f"{self.label}/{self.index}" if self.label else type(self).__name__
 
     def create_handle(self) -> HandleT:
-        """A new handle of this node."""
+        """Return a new handle of this node."""
         handle = self._new_handle()
         handle.node_name = self.name
         self._handles.append(handle)
         return handle
 
     def configure(self, /, *args: Any, **kwargs: Any) -> Self:
-        """Replace the arguments, also after add_node: how cyclic graphs are made.
+        """Replace the arguments, also after add_node: this is how cyclic graphs are made.
 
         Raises:
             TypeError: the constructor does not take them.
@@ -78,18 +79,18 @@ class Node(ABC, Generic[HandleT]):
         return self
 
     def placed(self, label: str, index: int) -> None:
-        """Called by the program that takes this node in."""
+        """Set label and index; called by the program that takes this node in."""
         self.label = label
         self.index = index
         for handle in self._handles:
             handle.node_name = self.name
 
     def input_handles(self) -> Iterator[Handle[Any]]:
-        """Handles of other nodes (or its own) among the arguments, at any depth."""
+        """Yield the handles of other nodes (or its own) among the arguments, at any depth."""
         return find_handles([self._args, self._kwargs, self._function])
 
     def launch_parts(self) -> list[tuple[str, Any]]:
-        """What travels to the node's process, each part with the name that an error gives it."""
+        """Return what travels to the node's process, each part with the name that an error gives it."""
         named = [(f"argument args[{index}]", arg) for index, arg in enumerate(self._args)]
         named += [(f"argument {name}", value) for name, value in self._kwargs.items()]
         return [*named, ("the function" if not isinstance(self._function, type) else "the class", self._function)]
@@ -104,13 +105,13 @@ class Node(ABC, Generic[HandleT]):
         check_arguments(f"node {self.name}: {type(self).__name__}", self._function, self._args, self._kwargs, hint)
 
     def construct_apart(self) -> Any:
-        """The object that it would run or serve, built in this process and outside of any run, for tools to look at.
+        """Build the object that it would run or serve in this process and outside of any run, for tools to inspect.
 
         Raises:
-            ValueError: it holds handles of other nodes, whose clients work within a run only.
+            ValueError: it needs handles of other nodes, whose clients work within a run only.
         """
         for handle in self.input_handles():
-            raise ValueError(f"node {self.name} needs a client of {handle.node_name}, which there is in a run only")
+            raise ValueError(f"node {self.name} needs a client of {handle.node_name}, which exists only in a run")
         args, kwargs = dereference((self._args, self._kwargs))
         return user_code.call(self._function, *args, **kwargs)
 
@@ -124,7 +125,7 @@ class Node(ABC, Generic[HandleT]):
     def _construct(self) -> Any:
         """Call the function or constructor with every handle and Deferred resolved.
 
-        In a process of its own the node lets its arguments go: weights and data sets must not stay beside what the
+        In a process of its own the node drops its arguments: weights and data sets must not stay beside what the
         constructed object makes of them.
         """
         args, kwargs = dereference((self._args, self._kwargs))

@@ -1,4 +1,4 @@
-"""A node between many readers and one server that calls the server once per interval (Launchpad's CacherNode)."""
+"""A node between many readers and one server, which calls the server once per interval (Launchpad's CacherNode)."""
 
 import threading
 import time
@@ -17,41 +17,41 @@ from lp_pipe.rpc.stream_consumer import RemoteIterator
 class CacherNode(CourierNode):
     """Answers calls of `handle`'s methods, from memory while a result is younger than `refresh_interval` seconds.
 
-    Results are kept by method and arguments and are fetched again by the first call after they have expired; their
-    age counts from the start of the call that fetched them. Callers that miss at the same time share one call to the
-    server. Errors and streams are not kept, and each caller has a stream of its own.
+    Results are kept by method and arguments. The first call after a result has expired fetches it again; its age counts
+    from the start of the call that fetched it. Callers that miss at the same time share one call to the server. Errors
+    and streams are not kept, and each caller has a stream of its own.
 
-    methods: names of what is cached, the others are passed on; None: all are cached.
+    methods: names of the cached methods, the others are passed on; None: all are cached.
 
     `lp_pipe.cache_info(client)` counts hits and misses.
 
     Raises:
         ValueError: the interval is not positive.
-        TypeError: no handle, or a text for methods.
+        TypeError: `handle` is no handle, or `methods` is a text.
     """
 
     def __init__(
         self, handle: Handle[CourierClient], refresh_interval: float, methods: Collection[str] | None = None
     ) -> None:
         if refresh_interval <= 0:
-            raise ValueError(f"CacherNode: refresh_interval={refresh_interval} must be more than 0 seconds")
+            raise ValueError(f"CacherNode: refresh_interval must be above 0 seconds, got {refresh_interval}")
         if not isinstance(handle, Handle):
-            raise TypeError(f"CacherNode: {handle!r} is no handle: give what add_node has returned")
+            raise TypeError(f"CacherNode: handle must be what add_node has returned, got {handle!r}")
         if isinstance(methods, str):
-            raise TypeError(f"CacherNode: methods={methods!r}: write a list, [{methods!r}]")
+            raise TypeError(f"CacherNode: methods must be a list, [{methods!r}], got {methods!r}")
         names = None if methods is None else frozenset(methods)
         super().__init__(_Cacher, handle, refresh_interval, names)
 
 
 class CacheInfo(NamedTuple):
-    """hits: calls that were answered without one to the server; misses: those that were not."""
+    """Counters of a cache. hits: calls that needed no call to the server; misses: those that did."""
 
     hits: int
     misses: int
 
 
 def cache_info(client: CourierClient) -> CacheInfo:
-    """How well a CacherNode, of which this is a client, has done since it started; methods it passes on do not count.
+    """Return the counters of the CacherNode that this is a client of, without methods that it passes on.
 
     Raises:
         MethodNotFound: it is a client of another node.
@@ -65,13 +65,13 @@ class _CacheEntry(NamedTuple):
 
     def is_fresh(self, now: float) -> bool:
         if not self.result.done():
-            return True  # whoever comes now shares the call
+            return True  # callers that come now share the call
         is_kept = self.result.exception() is None and not isinstance(self.result.result(), RemoteIterator)
         return is_kept and now < self.expires
 
 
 class _Cacher:
-    """What the node serves: any method, each answered by a Future, so that no thread waits for the server."""
+    """The object that the node serves: it answers any method by a Future, so that no thread waits for the server."""
 
     def __init__(self, client: CourierClient, refresh_interval_s: float, methods: frozenset[str] | None) -> None:
         self._client = client
@@ -113,11 +113,13 @@ class _Cacher:
                 self._misses += 1
                 return entry.result
             self._hits += 1
-        # What is known and fresh is no stream.
+        # A known and fresh result is no stream.
         return entry.result if is_known else self._shared(entry.result, lambda: call(*args, **kwargs))
 
     def _shared(self, result: "Future[Any]", call: Callable[[], "Future[Any]"]) -> "Future[Any]":
-        """What another caller waits for already; of a stream, which only one can read, one of its own."""
+        """Return the result that another caller waits for; if it is a stream, which only one can read, make another
+        call.
+        """
         reply: Future[Any] = Future()
 
         def outcome() -> Any:
@@ -125,13 +127,13 @@ class _Cacher:
                 return found
             with self._lock:
                 self._hits, self._misses = self._hits - 1, self._misses + 1
-            return call()  # the server takes a future for its result
+            return call()  # the server replies with the result of a future
 
         result.add_done_callback(lambda done: settle(reply, outcome))
         return reply
 
     def _sweep(self, now: float) -> None:
-        """Forget what has expired: arguments that nobody repeats must not fill the memory."""
+        """Drop expired results: arguments that are not used again must not fill the memory."""
         if now >= self._next_sweep:
             self._next_sweep = now + self._interval_s
             self._entries = {key: entry for key, entry in self._entries.items() if entry.is_fresh(now)}

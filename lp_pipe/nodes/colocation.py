@@ -1,4 +1,4 @@
-"""What the colocations have in common: several nodes as one entry of the program."""
+"""The base of colocations: several nodes as one entry of the program."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,19 +9,19 @@ from lp_pipe.nodes.base import HandleT, Node
 
 
 class Colocation(Node[NoClientHandle]):
-    """Holds `nodes`; how they run is up to the class."""
+    """A node that holds other nodes; how they run is up to the subclass."""
 
     def __init__(self, nodes: Iterable[Node[Any]]) -> None:
-        super().__init__(type(self))  # the base class wants a function; nothing here calls it
+        super().__init__(type(self))  # the base class needs a function, which is never called here
         self._children: list[Node[Any]] = []
         for node in nodes:
             self._take(node)
 
     def add_node(self, node: Node[HandleT]) -> HandleT:
-        """Take `node` in and return a handle of it.
+        """Add `node` and return a handle of it.
 
         Raises:
-            TypeError: not a node.
+            TypeError: it is no node.
             ValueError: the node is in a program or colocation already.
         """
         self._take(node)
@@ -36,10 +36,10 @@ class Colocation(Node[NoClientHandle]):
         """Refuse to run without inner nodes.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there are none.
         """
         if not self._children:
-            raise ValueError(f"{self.name}: a colocation needs at least one node")
+            raise ValueError(f"colocation {self.name} must have at least one node")
 
     @property
     def addresses(self) -> list[Address]:
@@ -65,7 +65,7 @@ class Colocation(Node[NoClientHandle]):
         return [(f"{self.path_to(index)}: {name}", part) for index, (name, part) in named]
 
     def path_to(self, index: int) -> str:
-        """What errors call an inner node."""
+        """Return what errors call an inner node."""
         return f"nodes[{index}] ({self._children[index]!r})"
 
     def _take(self, node: Node[Any]) -> None:

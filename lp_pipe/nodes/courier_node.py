@@ -19,19 +19,19 @@ from lp_pipe.telemetry import waits
 class CourierNode(Node[CourierHandle]):
     """Builds `ctor(*args, **kwargs)` and serves its public methods.
 
-    With a `run()` method the node lives until that returns (handlers overlap it), otherwise until the program stops.
-    A `run` that only a `__getattr__` would answer does not count.
+    With a `run()` method the node lives until that returns (handlers overlap it), otherwise until the program stops. A
+    `run` that only a `__getattr__` would answer does not count.
 
     handlers: "pool": in threads of the server. "main": one after another in the thread that has built the object, for
         what belongs to one thread (sqlite3, OpenGL, signal): in process mode the process's main thread, otherwise the
-        node's. Such an object has no `run()`, and neither async nor batched handlers; generators may be among them.
+        node's. Such an object has no `run()`, and no async or batched handlers; generators are allowed.
     courier_kwargs: thread_pool_size (handlers in parallel, 16 by default; 0: inline in the connection's thread).
     courier_client_kwargs: call_timeout (seconds; None by default), wait_for_ready (True) of the clients made from this
         node's handles.
 
     Raises:
-        TypeError, ValueError: an option that there is not, a size that is no whole number from 0 on, or handlers that
-            cannot run in one thread.
+        TypeError, ValueError: an option is unknown, a size is not a whole number from 0 on, or the handlers cannot run
+            in one thread.
     """
 
     def __init__(
@@ -48,7 +48,9 @@ class CourierNode(Node[CourierHandle]):
         self._are_handlers_in_main = _is_main(handlers)
         if self._are_handlers_in_main:
             if courier_kwargs:
-                raise ValueError(f"CourierNode: courier_kwargs={courier_kwargs!r} is for handlers='pool', not 'main'")
+                raise ValueError(
+                    f"CourierNode: courier_kwargs needs handlers='pool', got {courier_kwargs!r} with handlers='main'"
+                )
             if isinstance(ctor, type):
                 _refuse_other_threads(ctor)
         self._server_kwargs = _checked("courier_kwargs", courier_kwargs, "thread_pool_size")
@@ -81,7 +83,8 @@ class CourierNode(Node[CourierHandle]):
             is_failing = False
         finally:
             node.services.withdraw(self._address.id, is_failing)
-            server.close(0.0 if is_failing else node.grace_s)  # a failure waits for no handler: it is to be told now
+            # a failure waits for no handler, since it must be reported now
+            server.close(0.0 if is_failing else node.grace_s)
             node.servers.remove(server)
 
     def _serve(self, served: Any, node: NodeContext) -> None:
@@ -114,9 +117,9 @@ class CourierNode(Node[CourierHandle]):
 
 
 def _checked(argument: str, options: Mapping[str, Any] | None, *known: str) -> dict[str, Any]:
-    """What a user has misspelt is found where it is written, and not by the node that uses it."""
+    """Return the options as a dict, and refuse misspelt ones here, where they are written."""
     if options is not None and not isinstance(options, Mapping):
-        raise TypeError(f"CourierNode: {argument}={options!r}: a dict of options is needed ({', '.join(known)})")
+        raise TypeError(f"CourierNode: {argument} must be a dict of options ({', '.join(known)}), got {options!r}")
     for name in options or {}:
         if name not in known:
             raise TypeError(f"CourierNode: {argument} has no option {name!r}; it takes {', '.join(known)}")
@@ -126,8 +129,8 @@ def _checked(argument: str, options: Mapping[str, Any] | None, *known: str) -> d
 def _is_main(handlers: Any) -> bool:
     if handlers not in ("pool", "main"):
         raise ValueError(
-            f"CourierNode: handlers={handlers!r}: must be 'pool' or 'main' (a constructor's own parameter of that name "
-            "is given by position, or bound by functools.partial)"
+            f"CourierNode: handlers must be 'pool' or 'main', got {handlers!r} (pass a constructor's own parameter of "
+            "that name by position, or bind it by functools.partial)"
         )
     return bool(handlers == "main")
 
@@ -146,9 +149,9 @@ def _refuse_other_threads(served: Any) -> None:
 
 
 def _check_pool_size(size: Any) -> None:
-    """With fewer than no threads nobody would ever answer."""
+    """Refuse a size with which no call would ever be answered."""
     if not isinstance(size, Integral) or size < 0:
         raise ValueError(
-            f"CourierNode: thread_pool_size={size!r}: give a whole number: handlers that run at a time, or "
-            "0: in the connection's thread"
+            "CourierNode: thread_pool_size must be a whole number of handlers that run at a time, or 0 (in the "
+            f"connection's thread), got {size!r}"
         )

@@ -13,24 +13,24 @@ class MultiProcessingColocation(Colocation):
     """Runs each of `nodes` in a process of its own, in every launch mode; one entry in groups, status and errors.
 
     Any nodes may be inside, colocations too; their handles work as if they were outside. They share the label, the
-    index and the resources of the colocation. An inner failure is the colocation's failure: the other inner nodes get
-    a stop, and the grace period to end; then the group's `on_failure` holds for all of them together.
+    index and the resources of the colocation. An inner failure is the colocation's failure: the other inner nodes get a
+    stop, and the grace period to end; then the group's `on_failure` holds for all of them together.
 
-    num_retries_on_failure: how often each inner node is started again before its failure counts. A colocation inside
-        is retried as often as its own number and this one allow, each of its inner nodes on its own.
+    num_retries_on_failure: how often each inner node is restarted before its failure counts. A colocation inside is
+        retried as often as its own number and this one allow, each of its inner nodes on its own.
     """
 
     def __init__(self, nodes: Iterable[Node[Any]] = (), num_retries_on_failure: int = 0) -> None:
         super().__init__(nodes)
         if num_retries_on_failure < 0:
-            raise ValueError(f"num_retries_on_failure={num_retries_on_failure}: must not be negative")
+            raise ValueError(f"num_retries_on_failure must be at least 0, got {num_retries_on_failure}")
         self.num_retries_on_failure = num_retries_on_failure
-        self.inner_id = ""  # set by the plan: what the launcher calls it
+        self.inner_id = ""  # set by the plan: the launcher's name for it
 
     def execute(self) -> None:
-        """Inside a MultiThreadingColocation: the launcher runs the inner nodes, this thread waits for them.
+        """Wait for the inner nodes, which the launcher runs; only inside a MultiThreadingColocation.
 
-        Anywhere else the plan has put the inner nodes in the place of the colocation.
+        Elsewhere the plan has replaced the colocation by its inner nodes.
         """
         node = context()
         is_enough = threading.Event()

@@ -37,7 +37,7 @@ class MultiThreadingColocation(Colocation):
 
 
 class _Threads:
-    """The inner nodes while they run. Each has a stop signal of its own, which the outer node's stop sets too."""
+    """The inner nodes while they run. Each has a stop signal of its own, which the outer node's stop also sets."""
 
     def __init__(self, children: list[Node[Any]], outer: NodeContext, return_on_first_completed: bool) -> None:
         self._outer = outer
@@ -54,10 +54,10 @@ class _Threads:
         self._errors: list[BaseException] = []
 
     def run(self) -> None:
-        """Until all have ended, or one has failed and the others had their grace.
+        """Run until all have ended, or one has failed and the others had their grace.
 
         Raises:
-            BaseException: the first inner failure that is not the echo of another.
+            BaseException: the first inner failure that another one did not cause.
         """
         for thread in self._threads:
             thread.start()

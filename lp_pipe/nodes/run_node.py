@@ -1,4 +1,4 @@
-"""One node's code, from its first line to its last stop handler."""
+"""The run of one node's code, from its first line to its last stop handler."""
 
 import logging
 import sys
@@ -16,9 +16,9 @@ _log = logging.getLogger(__name__)
 
 
 def run_to_end(node: Node[Any], context: NodeContext) -> BaseException | None:
-    """Execute `node` in the calling thread; returns why it failed, or None when it ended well.
+    """Execute `node` in the calling thread; return the exception with which it failed, or None.
 
-    SystemExit with status 0 or None ends well. Stop handlers that were started are waited for.
+    SystemExit with status 0 or None is no failure. Stop handlers that were started are waited for.
     """
     failure: BaseException | None = None
     try:
@@ -34,7 +34,7 @@ def run_to_end(node: Node[Any], context: NodeContext) -> BaseException | None:
         failure = error if failure is None else failure
     if (late := context.stop_signal.finish(context.grace_s)) is not None:
         _log.warning(
-            "node %s: its stop handlers did not end within %.1f s and are left behind. They are at:\n%s",
+            "node %s: stop handlers did not end within %.1f s and are left behind. They are at:\n%s",
             context.name,
             context.grace_s,
             stack_of(late),
@@ -45,12 +45,18 @@ def run_to_end(node: Node[Any], context: NodeContext) -> BaseException | None:
 
 
 def is_caused_by_peer(error: BaseException) -> bool:
-    """Whether it may come from another node's death: it is, or was raised from, an Unavailable, or a lost rank."""
+    """Return whether another node's end may have caused the error.
+
+    It is then, or was raised from or while handling, an Unavailable or a torch.distributed error of a lost rank.
+    """
     return any(_tells_of_an_end(cause) for cause in _chain(error))
 
 
 def is_only_caused_by_peer(error: BaseException) -> bool:
-    """As `is_echo`, and no error of its own: not one of an `except` or `finally` that could not save, say."""
+    """Return whether another node's end has caused the error, and no error of the node's own.
+
+    An error of its own is, for example, one of an `except` or `finally` that could not save.
+    """
     return any(_tells_of_an_end(cause) for cause in _chain(error, with_contexts=False))
 
 
@@ -59,7 +65,7 @@ def _tells_of_an_end(error: BaseException) -> bool:
 
 
 def _is_of_a_lost_rank(error: BaseException) -> bool:
-    """What torch.distributed raises where another rank of a process group has gone; gloo has no class for it."""
+    """Return whether torch.distributed raised it because another rank has gone; gloo has no class for it."""
     torch = sys.modules.get("torch.distributed")
     if torch is None or not isinstance(error, RuntimeError):
         return False
@@ -68,7 +74,7 @@ def _is_of_a_lost_rank(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None, *, with_contexts: bool = True) -> Iterator[BaseException]:
-    """The exception and what it was raised from: `raise MyError() from unavailable` is an echo as well.
+    """Yield the exception and what it was raised from, since `raise MyError() from unavailable` counts as well.
 
     with_contexts: also what was being handled when it was raised.
     """

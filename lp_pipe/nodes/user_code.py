@@ -1,4 +1,4 @@
-"""A node's calls of the user's own functions: what comes back must be their result, and in the process that called."""
+"""Calls of the user's own functions: the result must be real, and be in the process that made the call."""
 
 import inspect
 import os
@@ -16,7 +16,7 @@ _NOT_RUN = {
 
 
 def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The function's result. A child that it has forked ends here, as at the end of a script: the node is its parent.
+    """Return the function's result. A child process that it has forked ends here, as at the end of a script.
 
     Raises:
         TypeError: it is an async or generator function, nothing of which has run.
@@ -38,7 +38,7 @@ def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def optional_method(target: object, name: str) -> Callable[..., Any] | None:
     """Return the method `name` if the target's class or the target itself defines it, else None.
 
-    A `__getattr__` is not asked: a wrapper that answers to every name would seem to have every optional method.
+    A `__getattr__` is not called: a wrapper that answers to every name would seem to have every optional method.
     """
     if inspect.getattr_static(target, name, None) is None:
         return None
@@ -48,14 +48,14 @@ def optional_method(target: object, name: str) -> Callable[..., Any] | None:
 
 def _not_run(function: Callable[..., Any], result: Any) -> TypeError:
     if isinstance(result, CoroutineType):
-        result.close()  # or Python warns that nobody has awaited it, which is said here
+        result.close()  # otherwise Python warns that it was never awaited, which the error says already
     name = getattr(function, "__qualname__", None) or repr(function)
     kind, remedy = _NOT_RUN[type(result)]
-    return TypeError(f"{name} is {kind}: a node only calls it, which runs nothing of it; {remedy.format(name)}")
+    return TypeError(f"{name} is {kind}, of which a plain call runs nothing: {remedy.format(name)}")
 
 
 def _end_child(error: BaseException | None) -> NoReturn:
-    """With the status that Python gives a script; without exit functions, which are the node's, and its parent's."""
+    """Exit with the status that Python gives a script, without exit functions: those belong to the parent process."""
     status: Any = error.code if isinstance(error, SystemExit) else None if error is None else 1
     try:
         if error is not None and not isinstance(error, SystemExit):

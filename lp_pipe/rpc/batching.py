@@ -16,7 +16,8 @@ from lp_pipe.context import current_context
 from lp_pipe.rpc.daemon_pool import DaemonPool
 from lp_pipe.rpc.deadlines import shared as deadlines
 
-# By the library whose _stack() joins them; masked arrays before their base, whose _stack() forgets the masks.
+# The array classes by the library whose stack() joins them; masked arrays come before their base class, whose stack()
+# loses the masks.
 _ARRAYS = (("numpy.ma", "MaskedArray"), ("numpy", "ndarray"), ("torch", "Tensor"))
 
 

@@ -55,7 +55,7 @@ class Sent(Protocol):
 
 
 Cancel = Callable[[Sent, int], bool]
-Reader = Literal["anybody", "asker", "thread"]  # the thread that will read a reply
+Reader = Literal["any", "asker", "thread"]  # the thread that will read a reply
 
 
 class SyncCall:
@@ -98,11 +98,11 @@ class CallFuture(Future[Any]):
     """A call in flight. `cancel()` forgets it, also while its handler runs, which is not interrupted.
 
     target, method: what is called.
-    reader: the thread that reads the reply; "anybody": the thread that asks for it, or else a background thread.
+    reader: the thread that reads the reply; "any": the thread that asks for it, or else a background thread.
     """
 
     def __init__(
-        self, outcome: Callable[[Reply], Any], target: waits.Target, method: str, reader: Reader = "anybody"
+        self, outcome: Callable[[Reply], Any], target: waits.Target, method: str, reader: Reader = "any"
     ) -> None:
         super().__init__()
         self.reader: Reader = reader
@@ -115,7 +115,7 @@ class CallFuture(Future[Any]):
         self.sent: Sent | None = None
         self._fork_guard = ForkGuard()
         self._unread: UnreadError | None = None
-        self._has_taker = reader != "anybody"  # otherwise its exception must not go unnoticed
+        self._has_taker = reader != "any"  # otherwise its exception must not go unnoticed
 
     @property
     def has_reply(self) -> bool:

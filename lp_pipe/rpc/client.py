@@ -157,7 +157,7 @@ class CourierClient:
         self._reconnector.at_depth(depth).recover()
 
     def _start(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reader: Reader = "anybody"
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reader: Reader = "any"
     ) -> "Future[Any]":
         future = CallFuture(functools.partial(self._outcome, method), self._wait_target, method, reader)
         self._begin(method, args, kwargs, future, lambda connection, call_id: connection.forget(call_id))

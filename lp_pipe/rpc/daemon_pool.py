@@ -15,13 +15,13 @@ from lp_pipe.errors import Unavailable
 
 T = TypeVar("T")
 
-_LOOK_AGAIN_S = 0.02  # at the condition, where there is a deadline as well
+_LOOK_AGAIN_S = 0.02  # how often the condition is checked where there is a deadline
 
 _QueuedTask = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class DaemonPool:
-    """At most `size` threads, started as work comes in; they belong to the node that made the pool.
+    """A pool of at most `size` threads, started as work comes in; they belong to the node that made the pool.
 
     Tasks must not raise.
     """
@@ -41,26 +41,28 @@ class DaemonPool:
             self._add_thread()
 
     def start(self, operation: Callable[[], T]) -> "Future[T]":
-        """Its result or error, which belongs to whoever asks for it: Unavailable, if the pool is closed already."""
+        """Run the operation in the pool; the Future has its result or error, or Unavailable if the pool is closed
+        already.
+        """
         future: Future[T] = Future()
-        with self._lock:  # what is there before the pool is closed will be done
+        with self._lock:  # what is submitted before the close will be done
             if not self._is_closed:
                 self.submit(settle, future, operation)
                 return future
-        future.set_exception(Unavailable(f"too late for one of the {self._name}: its node is ending"))
+        future.set_exception(Unavailable(f"the pool {self._name!r} takes no more work: its node is ending"))
         return future
 
     def ensure_thread(self) -> None:
-        """From now on `submit` only puts into a queue, which is allowed anywhere (if `size` is 1)."""
+        """Start a thread, so that `submit` only puts into a queue, which is allowed anywhere (if `size` is 1)."""
         if not self._threads:
             self._add_thread()
 
     def discard(self) -> list[_QueuedTask]:
-        """Take back the tasks that have not begun."""
+        """Remove and return the tasks that have not begun."""
         return _taken_from(self._tasks)
 
     def close(self) -> None:
-        """Let every thread end after the task it is at; what is submitted from now on is never run."""
+        """End every thread after its current task; tasks that are submitted from now on never run."""
         with self._lock:
             self._is_closed = True
             for _ in self._threads:
@@ -68,12 +70,12 @@ class DaemonPool:
             join_at_exit(self._threads)
 
     def survive_forks(self) -> Self:
-        """In a forked child begin with new threads; what the parent's were to do is the parent's."""
+        """Begin with new threads in a forked child; the parent's tasks stay the parent's."""
         os.register_at_fork(after_in_child=lambda: self.__init__(self._size, self._name))  # type: ignore[misc]
         return self
 
     def is_running_this(self) -> bool:
-        """Whether the calling thread is one of the pool's."""
+        """Return whether the calling thread is one of the pool's."""
         return threading.current_thread() in self._threads
 
     def _add_thread(self) -> None:
@@ -81,11 +83,11 @@ class DaemonPool:
             if len(self._threads) >= self._size or self._is_closed:
                 return
             thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
-            # Set even if None: else the thread would belong to the node that happened to bring the first task.
+            # Set even if None: otherwise the thread would belong to the node that happened to bring the first task.
             thread._lp_pipe_context = self._node  # type: ignore[attr-defined]
             try:
                 thread.start()
-            except RuntimeError:  # the system has no more: those that there are do the work
+            except RuntimeError:  # the system has no more: the existing threads do the work
                 if not self._threads:
                     raise
             else:
@@ -101,7 +103,7 @@ class DaemonPool:
 
 
 class CallerQueue:
-    """A pool without threads: the tasks are run by the one thread that calls `run_while`, in order."""
+    """A pool without threads: the one thread that calls `run_while` runs the tasks, in order."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[_QueuedTask | None] = SimpleQueue()
@@ -110,7 +112,7 @@ class CallerQueue:
         self._tasks.put((task, args))
 
     def wake(self) -> None:
-        """Let `run_while` look at its condition again; from any thread."""
+        """Make `run_while` check its condition again; any thread."""
         self._tasks.put(None)
 
     def run_while(self, condition: Callable[[], bool], deadline: float | None = None) -> None:
@@ -129,11 +131,11 @@ class CallerQueue:
                 del task, function, args  # a waiting thread must not keep the last call's tensors alive
 
     def discard(self) -> list[_QueuedTask]:
-        """Take back the tasks that have not begun."""
+        """Remove and return the tasks that have not begun."""
         return _taken_from(self._tasks)
 
     def close(self) -> None:
-        """What is submitted from now on is never run: its thread has left."""
+        """Do nothing: the thread that runs tasks has left, so what is submitted from now on never runs."""
 
 
 def _taken_from(queue: "SimpleQueue[_QueuedTask | None]") -> list[_QueuedTask]:
@@ -148,10 +150,10 @@ def _taken_from(queue: "SimpleQueue[_QueuedTask | None]") -> list[_QueuedTask]:
 
 
 def settle(future: "Future[Any]", operation: Callable[[], Any]) -> None:
-    """Run an operation for whoever waits for the future."""
+    """Run an operation and settle the future with its result or exception."""
     try:
         result = operation()
-    except BaseException as error:  # belongs to who waits, where it is raised
+    except BaseException as error:  # raised in the code that asks for the result
         future.set_exception(error)
     else:
         future.set_result(result)

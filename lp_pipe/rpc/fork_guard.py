@@ -1,4 +1,4 @@
-"""What belongs to one process: a forked child must leave it to its parent."""
+"""A guard for objects that belong to one process: a forked child must leave them to its parent."""
 
 import os
 from concurrent.futures import Future
@@ -7,22 +7,23 @@ from lp_pipe.errors import Unavailable
 
 
 class ForkGuard:
-    """The process that makes it."""
+    """A record of the process that made it."""
 
-    _forks = 0  # between this process and its first
+    _forks = 0  # the number of forks between this process and the first one
 
     def __init__(self) -> None:
         self._made_at = ForkGuard._forks
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process."""
+        """Whether this is the process that made the guard."""
         return self._made_at == ForkGuard._forks
 
     def check(self, what: str, advice: str = "call again here") -> None:
-        """
+        """Check that this is the process that made the guard.
+
         Raises:
-            Unavailable: this is a forked child of it.
+            Unavailable: this is a forked child of that process.
         """
         if not self.is_here:
             raise Unavailable(f"{what} belongs to the process that this one ({os.getpid()}) was forked from: {advice}")
@@ -33,7 +34,7 @@ class ForkGuard:
 
 
 def no_endpoint() -> "Future[str]":
-    """What a forked child gets for where a server listens; it looks again in a moment whether somebody does."""
+    """Return the future that a forked child gets for a server's endpoint: "", so that it tries again in a moment."""
     answer: Future[str] = Future()
     answer.set_result("")
     return answer

@@ -12,15 +12,15 @@ Kwargs = dict[str, Any]
 
 
 class Callee(Protocol):
-    """What the view needs of a client."""
+    """The part of a client that the view needs."""
 
-    def _start(self, method: str, args: Args, kwargs: Kwargs, reader: Reader = "anybody") -> "Future[Any]": ...
+    def _start(self, method: str, args: Args, kwargs: Kwargs, reader: Reader = "any") -> "Future[Any]": ...
 
 
 class Futures:
-    """`client.futures.method(...)`, `client.futures(...)`. reader: see `read_by`."""
+    """The view behind `client.futures.method(...)` and `client.futures(...)`. reader: see `read_by`."""
 
-    def __init__(self, client: Callee, reader: Reader = "anybody") -> None:
+    def __init__(self, client: Callee, reader: Reader = "any") -> None:
         self._client = client
         self._reader: Reader = reader
 
@@ -40,10 +40,10 @@ class Futures:
 
 
 def read_by(reader: Reader, client: Any) -> Any:
-    """`client.futures`, where it is known who will read the replies; to find out takes other threads' time.
+    """Return `client.futures` for a caller that knows which thread will read the replies; finding out takes time.
 
-    reader: "asker", who starts them and will ask for each of them soon, by `result` or `exception`; or "thread": the
-    replies are long in coming, or callbacks wait for them, so that a thread reads from now on.
+    reader: "asker": the thread that starts the calls will ask for each of them soon, by `result` or `exception`.
+        "thread": the replies take long, or callbacks wait for them, so a background thread reads from now on.
     """
     view = client.futures
     return Futures(view._client, reader) if isinstance(view, Futures) else view

@@ -1,7 +1,7 @@
-"""The module that a script was run as, `__main__`, in the processes of its nodes: what travels there by value is in it.
+"""The module that a script runs as, `__main__`, in the processes of its nodes: it holds what travels there by value.
 
-A node's own code asks for it: `pickle`, `torch.save` and the pools of multiprocessing name classes and functions by
-their module, `inspect` finds their source by the module's file, `typing` and `doctest` look into its namespace.
+A node's own code needs it: `pickle`, `torch.save` and multiprocessing's pools name classes and functions by their
+module, `inspect` finds their source by the module's file, `typing` and `doctest` look into its namespace.
 """
 
 import contextlib
@@ -21,26 +21,27 @@ if TYPE_CHECKING:
     from multiprocessing.reduction import ForkingPickler
 
 MAIN = "__main__"
-_FACTS = ("__file__", "__package__", "__doc__")  # of a module, where they are text
+_FACTS = ("__file__", "__package__", "__doc__")  # facts about a module that are kept where they are text
 
-_here = uuid.uuid4().hex  # of this process, and not of one that it has forked
+_here = uuid.uuid4().hex  # this process's id; a forked process gets another
 _numbers = itertools.count()
-_origins: "weakref.WeakKeyDictionary[Any, tuple[str, int]]" = weakref.WeakKeyDictionary()  # of functions
+# the process and number that each function came from
+_origins: "weakref.WeakKeyDictionary[Any, tuple[str, int]]" = weakref.WeakKeyDictionary()
 _own_functions: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
-_ours: set[str] = set()  # modules of this process that hold nothing but what has travelled here
-_bound: dict[tuple[str, str], Any] = {}  # what is known of the object that such a module has under a name
+_ours: set[str] = set()  # modules of this process that hold only what has travelled here
+_bound: dict[tuple[str, str], Any] = {}  # the identity of the object that such a module has under a name
 _is_entering = False
 
 
 def is_known_by_name(obj: Any) -> bool:
-    """Tell whether its module has it under its own name: not lambdas, local classes, what a decorator has replaced."""
+    """Return whether the object's module has it under its name: not lambdas, local classes or decorated originals."""
     names = getattr(sys.modules.get(obj.__module__), "__dict__", {}) if isinstance(obj.__module__, str) else {}
     return names.get(obj.__qualname__) is obj
 
 
 def has_origin(function: Any) -> bool:
-    """Tell whether the process that `function` comes from finds it again: it has a name there, in its module."""
+    """Return whether the process that `function` comes from can find it again: it has a name in its module there."""
     return function in _origins or is_known_by_name(function)
 
 
@@ -56,7 +57,7 @@ def origin_of(function: Any) -> tuple[str, int]:
 def rebuild_function(
     module_name: str, name: str, origin: tuple[str, int], make: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> Any:
-    """Return the function itself where it came from, else a new one, which this process's modules have from now on."""
+    """Return the function itself in its own process; elsewhere make one and bind it in this process's modules."""
     process, number = origin
     if process == _here and number in _own_functions:
         return _own_functions[number]
@@ -67,7 +68,7 @@ def rebuild_function(
 
 
 def fill_function(function: Any, setter_and_state: tuple[Callable[[Any, Any], object], Any]) -> None:
-    """Let `setter` set the state of a function, unless it is this process's own."""
+    """Set the state of a function with `setter`, unless the function is this process's own."""
     setter, state = setter_and_state
     process, _ = _origins.get(function, ("", 0))
     if process != _here:
@@ -75,14 +76,14 @@ def fill_function(function: Any, setter_and_state: tuple[Callable[[Any, Any], ob
 
 
 def rebuild_class(module_name: str, name: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Return what `make` makes of a class; this process's modules have it from now on."""
+    """Return what `make` makes of a class, and bind it in this process's modules."""
     made = make(*arguments)
     _bind(module_name, name, made, arguments[0])
     return made
 
 
 def fill_class(kind: type, state: tuple[Callable[[type, Any], object], Any, Mapping[str, Any]]) -> None:
-    """Let the setter in `state` set the class's attributes, and its module have what annotations of the class name."""
+    """Set the class's attributes, and give its module the names that annotations of the class refer to."""
     set_attributes, attributes, names_in_annotations = state
     set_attributes(kind, attributes)
     if kind.__module__ in _ours:
@@ -91,7 +92,7 @@ def fill_class(kind: type, state: tuple[Callable[[type, Any], object], Any, Mapp
 
 
 def names_in_annotations(annotations: Any, module_names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what annotations that are text (`from __future__ import annotations`) name in their module.
+    """Return what text annotations (`from __future__ import annotations`) name in their module.
 
     `typing.get_type_hints` looks there for classes, modules, and names of `typing`; nothing else is returned.
     """
@@ -108,28 +109,28 @@ def names_in_annotations(annotations: Any, module_names: Mapping[str, Any]) -> d
 
 
 class MainGlobals:
-    """A stand-in for the globals of the script's functions in a pickle: a node's own functions share its `__main__`."""
+    """A stand-in, in a pickle, for the globals of the script's functions: a node's functions share its `__main__`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         own = facts()
-        own.pop("__doc__", None)  # may be long, and functions that use it bring it
+        own.pop("__doc__", None)  # it may be long, and functions that use it bring it along
         return _globals_of_main, (own,)
 
 
 def _globals_of_main(facts_there: dict[str, str]) -> dict[str, Any]:
-    # A function that comes with a call has the values that its sender has, and leaves those of this process alone.
+    # A function that arrives with a call has the values of its sender, and leaves those of this process alone.
     return sys.modules[MAIN].__dict__ if _is_entering else {"__name__": MAIN, **facts_there}
 
 
 def facts() -> dict[str, str]:
-    """Return what a node's `__main__` must tell of this process's script: its file, package and documentation."""
+    """Return what a node's `__main__` must know of this process's script: its file, package and documentation."""
     found = vars(sys.modules[MAIN])
     return {name: value for name in _FACTS if isinstance(value := found.get(name), str)}
 
 
 def enter_node(facts_there: Mapping[str, str]) -> None:
-    """Make this process a node's: its `__main__` is where the script's names go, and its children get them as well."""
-    from multiprocessing.reduction import ForkingPickler  # the template of nodes has loaded it
+    """Make this process a node's: names of the script go into its `__main__`, and its child processes get them too."""
+    from multiprocessing.reduction import ForkingPickler  # the template of nodes has loaded it already
 
     _make_module(MAIN).__dict__.update(facts_there)
     ForkingPickler.reducer_override = _reduced_for_child  # type: ignore[method-assign, assignment]
@@ -138,7 +139,7 @@ def enter_node(facts_there: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def defining_main() -> Iterator[None]:
-    """Make the functions of the script that are loaded in the body those of this process's `__main__`."""
+    """Make the functions of the script that are loaded in the body belong to this process's `__main__`."""
     global _is_entering
     _is_entering = True
     try:
@@ -148,7 +149,7 @@ def defining_main() -> Iterator[None]:
 
 
 def _bind(module_name: str, name: str, obj: Any, identity: Any) -> None:
-    """Let the module have it; what it has stays, unless that is another one of the name (a cell that ran again)."""
+    """Give the module the object, unless it has the same one; a newer one replaces it (a cell that ran again)."""
     if module_name not in sys.modules:
         _make_module(module_name)
     if module_name in _ours and _bound.get((module_name, name)) != identity:
@@ -160,13 +161,15 @@ def _make_module(name: str) -> types.ModuleType:
     module = types.ModuleType(name)
     sys.modules[name] = module
     _ours.add(name)
-    if name != MAIN:  # that goes by value anyway
+    if name != MAIN:  # `__main__` goes by value anyway
         cloudpickle.register_pickle_by_value(module)
     return module
 
 
 def _keep_spawned_children_from_the_script() -> None:
-    """Children that multiprocessing spawns would run it as their own `__main__`, and launch the program again."""
+    """Keep children that multiprocessing spawns from running the script as their `__main__`, which would launch it
+    again.
+    """
     from multiprocessing import spawn
 
     if hasattr(spawn.get_preparation_data, "_lp_pipe_original"):
@@ -182,9 +185,9 @@ def _keep_spawned_children_from_the_script() -> None:
 
 
 def _reduced_for_child(pickler: "ForkingPickler", obj: Any) -> Any:
-    """For multiprocessing: a child that is not forked has none of these modules."""
+    """Reduce objects of these modules for multiprocessing: a child that is not forked has none of the modules."""
     if isinstance(obj, type | types.FunctionType) and obj.__module__ in _ours:
-        from lp_pipe.rpc import codec  # which needs this module
+        from lp_pipe.rpc import codec  # codec imports this module
 
         return _arrive_in_child, (facts(), codec.dumps(obj))
     return NotImplemented

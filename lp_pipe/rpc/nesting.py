@@ -1,20 +1,22 @@
-"""How many client operations the calling thread is in the middle of.
+"""The number of client operations that each thread is in the middle of.
 
-A signal handler, `__del__`, a callback of the garbage collector or a trace function runs on top of what it interrupts.
-If that is a call, it may hold the connection's locks, and be the one thread that reads the connection; it goes on only
-after the interrupter has returned. So a call that is made inside of another uses a connection of its own, one for each
-depth: within one connection a thread is in at most one operation.
+A signal handler, `__del__`, a callback of the garbage collector or a trace function runs on top of the code that it
+interrupts. If that code is a call, it may hold the connection's locks, and its thread may be the reader of the
+connection; it goes on only after the interrupting code has returned. So a call inside another one uses a connection of
+its own, one per depth: within one connection a thread is in at most one operation.
 """
 
 from threading import get_ident
 
-depths: dict[int, int] = {}  # by thread; 0, or none: it is in no operation
+depths: dict[int, int] = {}  # by thread ident; 0 or missing: the thread is in no operation
 
 _BACKGROUND = 1 << 20  # deeper than any thread's own calls
 
 
 class in_background:
-    """Around what a thread does for others, such as reading: only what interrupts it, like `__del__`, calls there."""
+    """A context for what a thread does for others, such as reading: calls inside it come only from code that interrupts
+    it.
+    """
 
     __slots__ = ("_before",)
 

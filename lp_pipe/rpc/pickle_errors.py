@@ -1,4 +1,4 @@
-"""Find which part of a value does not pickle, and say where it is."""
+"""Errors that name the part of a value that does not pickle."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ _CODE_HINT = (
 
 
 class Unpicklable(NamedTuple):
-    """The innermost part that does not pickle; `is_of_code`: a function's globals or a class hold it."""
+    """The innermost part that does not pickle. `is_of_code`: the globals of a function, or a class, hold it."""
 
     path: str
     type_name: str
@@ -36,7 +36,7 @@ class Unpicklable(NamedTuple):
 
     @property
     def code_hint(self) -> str:
-        """What to do about it, as lines to add to a message; empty for data."""
+        """Advice as lines to add to a message; empty for data."""
         return f"\n{_CODE_HINT}" if self.is_of_code else ""
 
 
@@ -44,7 +44,7 @@ Encode = Callable[[Any], object]
 
 
 def find_unpicklable(value: Any, path: str, encode: Encode = codec.encode) -> Unpicklable | None:
-    """Descend from `value` to the innermost part that does not pickle; None when the whole pickles.
+    """Return the innermost part of `value` that does not pickle; None when all of it does.
 
     Paths read like Python: `args[1]['lock']`, `config.lock`, `closure variable 'lock' of f`.
     """
@@ -61,14 +61,14 @@ def pickle_error(
     *,
     is_same_process: Callable[[], bool] = codec.never,
 ) -> SerializationError:
-    """The error for a call whose arguments or result (`parts`, with their names) do not pickle."""
+    """Return the error for a call whose arguments or result (`parts`, with their names) do not pickle."""
     encode = functools.partial(codec.encode, is_same_process=is_same_process)
     for path, value in parts:
         unpicklable = find_unpicklable(value, path, encode)
         if unpicklable is not None:
             where = f"{unpicklable.path} of type {unpicklable.type_name}"
             return SerializationError(f"{call}: cannot pickle {where}: {unpicklable.error}{unpicklable.code_hint}")
-    return SerializationError(f"{call}: cannot pickle the whole, though every part does: {text_of(error)}")
+    return SerializationError(f"{call}: cannot pickle the value, though every part pickles: {text_of(error)}")
 
 
 def _descend(value: Any, unpicklable: Unpicklable, encode: Encode, seen: set[int], depth: int) -> Unpicklable:
@@ -92,7 +92,7 @@ def _error_of(value: Any, encode: Encode) -> str | None:
         encode(value)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a user's __reduce__ raises is the answer here, even SystemExit
+    except BaseException as error:  # whatever a user's __reduce__ raises is the error to report, even SystemExit
         if isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError):
             return _TOO_DEEP
         return f"{type(error).__name__}: {text_of(error)}"
@@ -100,8 +100,9 @@ def _error_of(value: Any, encode: Encode) -> str | None:
 
 
 def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
-    """What a value is made of, as pickle sees it, each with its path; as far as it lets itself be looked at."""
-    with contextlib.suppress(Exception):  # a closed file of a library, a __repr__: whoever waits must hear even so
+    """Yield the parts of a value as pickle sees it, each with its path, as far as they can be looked at."""
+    # such as a library's closed file or a __repr__: the caller must get its error even so
+    with contextlib.suppress(Exception):
         yield from _all_parts(value, path)
 
 

@@ -1,4 +1,4 @@
-"""How a client gets to its server: wherever that is by now, and again after the server has been restarted."""
+"""How a client reaches its server, wherever that is, and again after the server was restarted."""
 
 import socket
 import threading
@@ -17,11 +17,11 @@ from lp_pipe.rpc.fork_guard import ForkGuard
 from lp_pipe.telemetry import waits
 
 _RECONNECT_PAUSE_S = 0.02
-_OUT_OF_REACH_S = 10.0  # longer than a host that is lost is taken for up (host_timeout)
+_OUT_OF_REACH_S = 10.0  # longer than a lost host counts as up (host_timeout)
 
 
 class Reconnector:
-    """Of one client, whose options it has; holds the connection, which goes with it."""
+    """The connections of one client, made with its options; they close when the client is freed."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class Reconnector:
         self._peer = peer
         self.target = waits.Target(address, address_id or "", peer)
         self._connection: ClientConnection | None = None
-        self._lock = threading.RLock()  # taken once by a thread: it has an own object for each depth of nesting
-        self._fork_guard = ForkGuard()  # of the lock
+        self._lock = threading.RLock()  # a thread takes it once: each depth of nesting has an object of its own
+        self._fork_guard = ForkGuard()  # for the lock
         self._depth = depth
-        self._inner: dict[int, Reconnector] = {}  # by depth
+        self._inner: dict[int, Reconnector] = {}  # by depth of nesting
         self.services = services_for(address_id) if address_id is not None else None
 
     def at_depth(self, depth: int) -> "Reconnector":
-        """Return what the operations of this depth (see `nesting`) use instead, each with a connection of its own."""
+        """Return the object for operations of this depth (see `nesting`), which has a connection of its own."""
         if not depth:
             return self
         found = self._inner.get(depth)
@@ -56,25 +56,25 @@ class Reconnector:
         return found
 
     def recover(self) -> None:
-        """Undo what an operation that was interrupted by an exception has left half done in the calling thread."""
+        """Undo what an interrupted operation of the calling thread has left half done."""
         if self._fork_guard.is_here:
             release_if_held_here(self._lock)
         if self._connection is not None:
             self._connection.recover()
-        if not self._depth:  # else an operation further down on the stack may hold these
+        if not self._depth:  # otherwise an operation further down on the stack may hold these
             hangup_watcher.shared.recover()
             deadlines.shared.recover()
 
     def open_connection(self) -> ClientConnection | None:
-        """The one that is there."""
+        """Return the existing connection if it is open."""
         connection = self._connection
         return connection if connection is not None and connection.is_open() else None
 
     def connected(self, method: str, deadline: float | None) -> ClientConnection:
-        """The open connection, or a new one as soon as the server is there.
+        """Return the open connection, or a new one as soon as the server is there.
 
         Raises:
-            DeadlineExceeded, Unavailable: of the call of this method.
+            DeadlineExceeded, Unavailable: errors of the call of this method.
         """
         connection = self.open_connection()
         if connection is not None:
@@ -83,9 +83,11 @@ class Reconnector:
             return self._newly_connected(method, deadline)
 
     def _newly_connected(self, method: str, deadline: float | None) -> ClientConnection:
-        if not self._fork_guard.is_here:  # a thread that was connecting at the fork has the lock in the child for ever
+        # a thread that was connecting at the fork would hold the lock in the child for ever
+        if not self._fork_guard.is_here:
             self._lock, self._fork_guard = threading.RLock(), ForkGuard()
-        # Somebody may hold the lock for as long as the server takes to come up: that must not outlast our deadline.
+        # Another thread may hold the lock for as long as the server takes to come up, which must not outlast our
+        # deadline.
         if not self._lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
             raise too_late(self._peer, method, self._call_timeout_s)
         try:
@@ -98,7 +100,7 @@ class Reconnector:
             self._lock.release()
 
     def _connect(self, method: str, deadline: float | None) -> Connection:
-        tried_since: dict[str, float] = {}  # by the endpoint that is registered
+        tried_since: dict[str, float] = {}  # by registered endpoint
         while True:
             try:
                 return connections.connect(self._address)
@@ -110,14 +112,14 @@ class Reconnector:
             endpoint = self._wait_until_up(method, deadline)
             since = tried_since.setdefault(endpoint, time.monotonic())
             if run_endpoints.is_other_host(endpoint) and time.monotonic() - since > _OUT_OF_REACH_S:
-                # Its host and ours are alive, and know each other's launcher: only the way between the two is missing.
+                # Both hosts are alive and reach the launcher: only the path between them is missing.
                 raise Unavailable(
-                    f"{self._peer}.{method}(): it is up, but was out of reach from host {socket.gethostname()} for "
+                    f"{self._peer}.{method}(): the server is up, but unreachable from host {socket.gethostname()} for "
                     f"{_OUT_OF_REACH_S:g} s: {why}"
                 )
 
     def _wait_until_up(self, method: str, deadline: float | None) -> str:
-        """The endpoint that the server has registered; "" where nobody can be asked."""
+        """Return the endpoint that the server has registered; "" if there is no launcher to ask."""
         remaining = None if deadline is None else deadline - time.monotonic()
         if remaining is not None and remaining <= 0:
             raise too_late(self._peer, method, self._call_timeout_s)
@@ -129,6 +131,6 @@ class Reconnector:
                 raise caused_by_first_failure(self.services, error, f"{self._peer}.{method}(): {error}") from error
             except TimeoutError:
                 raise too_late(self._peer, method, self._call_timeout_s) from None
-        # Registered but not reachable (it has just died), or no coordinator to ask: look again in a moment.
+        # Registered but not reachable (it has just died), or no coordinator to ask: try again in a moment.
         time.sleep(_RECONNECT_PAUSE_S if remaining is None else min(_RECONNECT_PAUSE_S, remaining))
         return endpoint

@@ -1,4 +1,4 @@
-"""Parts of functions and classes that travel by value, and that neither pickle nor cloudpickle takes apart."""
+"""Reducers for parts of functions and classes that travel by value, for which pickle and cloudpickle have none."""
 
 import enum
 import functools
@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_LruCache: Any = type(functools.lru_cache(lambda: None))  # what @functools.lru_cache makes of a function
+_LruCache: Any = type(functools.lru_cache(lambda: None))  # the class that @functools.lru_cache makes of a function
 _dispatching: Any = functools.singledispatch(lambda value: value)
 _SINGLEDISPATCH = _dispatching.__code__  # all dispatching functions share it
 _OWN_OF_SINGLEDISPATCH = ("register", "dispatch", "registry", "_clear_cache")
@@ -17,13 +17,13 @@ _HAS_LOCK = "lock" in vars(functools.cached_property(lambda self: None))  # unti
 
 
 def reduce_part(obj: Any) -> tuple[Any, ...] | None:
-    """Return how pickle makes `obj` again; None: it is nothing of this file."""
+    """Return how pickle rebuilds `obj`; None if this module has no reducer for it."""
     if isinstance(obj, _LruCache):
         return _make_lru_cache, (obj.__wrapped__, obj.cache_parameters())
     if isinstance(obj, enum.Enum) and obj._name_ in type(obj).__members__:
-        return getattr, (type(obj), obj._name_)  # not by the value, whose copy may be equal to none
+        return getattr, (type(obj), obj._name_)  # not by the value, a copy of which may be equal to no member
     if isinstance(obj, types.ModuleType) and sys.modules.get(obj.__name__) is obj and type(obj) is not types.ModuleType:
-        return importlib.import_module, (obj.__name__,)  # one that loads its parts late, or torch.ops
+        return importlib.import_module, (obj.__name__,)  # a module that loads its parts late, or torch.ops
     if isinstance(obj, functools.cached_property):
         attributes = {name: value for name, value in vars(obj).items() if name != "lock"}
         return _make_cached_property, (type(obj),), attributes
@@ -50,7 +50,7 @@ def _make_cached_property(kind: Any) -> Any:
 def _make_singledispatch(name: str) -> Any:
     def default(*args: Any, **kwargs: Any) -> None: ...
 
-    default.__name__ = name  # in the message of a call without arguments
+    default.__name__ = name  # shown in the message of a call without arguments
     return functools.singledispatch(default)
 
 

@@ -1,4 +1,4 @@
-"""An exception crosses to the caller: captured where it was raised, rebuilt where it is awaited."""
+"""Exceptions that cross to the caller: captured where they are raised, rebuilt where they are awaited."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ SERIALIZATION = frame_pb2.CallError.SERIALIZATION
 UNAVAILABLE = frame_pb2.CallError.UNAVAILABLE
 STATE_LOST = frame_pb2.CallError.STATE_LOST
 
-# Raised by the caller's own call, not by the handler: the caller gets the plain class.
+# Errors of the caller's own call, not of the handler: the caller gets the plain class.
 _OWN_ERRORS: dict[int, type[LpPipeError]] = {
     METHOD_NOT_FOUND: MethodNotFound,
     SERIALIZATION: SerializationError,
@@ -32,7 +32,7 @@ _MAX_TEXT = 10_000
 
 
 class NotSent:
-    """Stands in a remote exception for a value that could not travel: its text is that of the value."""
+    """A stand-in, in a remote exception, for a value that could not travel; its repr is that of the value."""
 
     def __init__(self, type_name: str, text: str, why: str) -> None:
         self._type_name = type_name
@@ -46,47 +46,50 @@ class NotSent:
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
-            f"{name!r} of a {self._type_name} that stayed in the process where the exception was raised: {self._why}"
+            f"cannot get {name!r} of a {self._type_name}, which stayed where the exception was raised: {self._why}"
         )
 
 
 def capture(error: BaseException) -> bytes:
-    """A handler's exception as bytes: its class, args and attributes as far as they pickle, and its traceback."""
+    """Serialize a handler's exception: its class, args and attributes as far as they pickle, and its traceback."""
     message = frame_pb2.CallError(
         origin=HANDLER,
         type_name=innermost_type_name(error),
         message=printable(_message_of(error)),
         traceback=printable(format_traceback(error)),
     )
-    original = getattr(type(error), "_lp_pipe_original_class", type(error))  # asked itself, it may raise
+    original = getattr(type(error), "_lp_pipe_original_class", type(error))  # not error.__class__, which may raise
     with contextlib.suppress(Exception):  # a class that does not pickle travels as its name only
         message.exception_type = _portable_class(original)
     with contextlib.suppress(Exception):
         message.args = _portable_args(error.args)
     attributes = _slot_attributes(error)
-    with contextlib.suppress(Exception):  # a user's __getattribute__
+    with contextlib.suppress(Exception):  # a user's __getattribute__ may raise
         attributes |= vars(error)
     for name, value in attributes.items():
         is_own = name == "__notes__" or not name.startswith(("_lp_pipe", "__", "type_name", "remote_traceback"))
-        if is_own and not isinstance(value, _LOCKS):  # one inside another attribute becomes a new one
+        if is_own and not isinstance(value, _LOCKS):  # a lock inside another attribute becomes a new one
             with contextlib.suppress(Exception):
                 message.attributes[name] = _portable(value)
     return message.SerializeToString()
 
 
 def own(origin: "frame_pb2.CallError.Origin", text: str) -> bytes:
-    """An error of the call itself (no such method, no result to send), as bytes."""
+    """Serialize an error of the call itself (no such method, no result to send)."""
     return frame_pb2.CallError(origin=origin, message=printable(text)).SerializeToString()
 
 
 def rebuild(data: bytes | bytearray | memoryview, call: str) -> LpPipeError:
-    """The exception to raise at the caller; `call` names the method and the peer in plain RemoteErrors."""
+    """Return the exception to raise at the caller.
+
+    call: the method and the peer, for plain RemoteErrors.
+    """
     message = frame_pb2.CallError.FromString(bytes(data))
     if message.origin != HANDLER:
         return _OWN_ERRORS[message.origin](message.message)
     text = f"{call} raised {message.type_name}: {message.message}\n\n{message.traceback.rstrip()}"
     error = _combined(message, text)
-    if error is None:  # not `or`: an exception's class may say that it is false
+    if error is None:  # not `or`: an exception may be false
         error = RemoteError(text)
     error.type_name = message.type_name
     error.remote_traceback = message.traceback
@@ -94,47 +97,50 @@ def rebuild(data: bytes | bytearray | memoryview, call: str) -> LpPipeError:
 
 
 def innermost_type_name(error: BaseException) -> str:
-    """The bare class name; for an error that already came from afar, of the original."""
+    """Return the bare class name; for an error that already came from another node, that of the original."""
     return error.type_name if isinstance(error, RemoteError) and error.type_name else type(error).__name__
 
 
 def format_traceback(error: BaseException) -> str:
-    """The traceback with chained causes, as text."""
+    """Return the traceback with chained causes, as text."""
     try:
         return "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    except BaseException as broken:  # a user's attribute of it may raise anything; whoever waits must hear even so
+    except BaseException as broken:  # a user's attribute may raise anything; the caller must get an error even so
         return f"{type(error).__name__}: <its traceback cannot be printed, that raised {type(broken).__name__}>\n"
 
 
 def text_of(said: object) -> str:
-    """An exception's message, or its argument's."""
+    """Return the message of an exception, or of its argument."""
     try:
         return str(said)
-    except BaseException as broken:  # a user's __str__ may raise anything; whoever waits must hear even so
+    except BaseException as broken:  # a user's __str__ may raise anything; the caller must get an error even so
         return f"<str() of the exception raised {type(broken).__name__}>"
 
 
 def _message_of(error: BaseException) -> str:
-    """Of one from afar without its traceback, which is in this one's: with both each hop would double the text."""
+    """Return the error's message; of a remote error, without its traceback.
+
+    That is in the new traceback already: with both, each hop would double the text.
+    """
     text = text_of(error)
     return text.split("\n\n", 1)[0] if isinstance(error, RemoteError) else text
 
 
 def headline(error: BaseException) -> str:
-    """Its class and the first line of its message."""
+    """Return the error's class and the first line of its message."""
     lines = text_of(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def printable(text: str) -> str:
-    """Text that UTF-8 can carry: names of files may hold bytes that are not (lone surrogates in Python)."""
+    """Return text that UTF-8 can carry: names of files may hold bytes that are not text (lone surrogates in Python)."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _portable_class(kind: type) -> bytes:
     try:
         return codec.dumps(kind)
-    except Exception:  # its attributes do not pickle; the caller may have it all the same
+    except Exception:  # its attributes do not pickle, but the caller may have the class
         return codec.dumps(ClassReference(kind))
 
 
@@ -146,13 +152,15 @@ def _portable_args(args: tuple[Any, ...]) -> bytes:
 
 
 def _portable(value: Any) -> bytes:
-    """Return `value` as bytes, or a NotSent in its place; what waited for its locks has stayed, so these are new."""
+    """Serialize `value`, or a NotSent in its place. Locks become new ones: the threads that waited for them have
+    stayed.
+    """
     try:
         return codec.dumps(value, new_locks=True)
     except Exception as error:
         try:
             text = repr(value)[:_MAX_TEXT]
-        except Exception as broken:  # a user's __repr__
+        except Exception as broken:  # a user's __repr__ may raise
             text = f"<{type(value).__qualname__}, whose repr() raised {type(broken).__name__}>"
         return codec.dumps(NotSent(type(value).__qualname__, text, f"{type(error).__name__}: {text_of(error)}"))
 
@@ -160,13 +168,13 @@ def _portable(value: Any) -> bytes:
 def _loaded(data: bytes) -> Any:
     try:
         return codec.loads(data)
-    except Exception as error:  # a class that there is only where it was raised
+    except Exception as error:  # such as a class that exists only where the error was raised
         why = f"it does not load here: {type(error).__name__}: {text_of(error)}"
         return NotSent("value", f"<{why}>", why)
 
 
 def _slot_attributes(error: BaseException) -> dict[str, Any]:
-    """What classes keep outside of __dict__: OSError.filename, UnicodeDecodeError.start, and a user's __slots__."""
+    """Return the attributes outside of __dict__: OSError.filename, UnicodeDecodeError.start, and a user's __slots__."""
     found: dict[str, Any] = {}
     for kind in type(error).__mro__:
         if kind not in (BaseException, object):
@@ -178,7 +186,7 @@ def _slot_attributes(error: BaseException) -> dict[str, Any]:
 
 
 def _combined(message: frame_pb2.CallError, text: str) -> RemoteError | None:
-    """A RemoteError that is also an instance of the original class, made without calling the class's own code."""
+    """Make a RemoteError that is also an instance of the original class, without calling the class's own code."""
     try:
         original = codec.loads(message.exception_type) if message.exception_type else None
         if not (isinstance(original, type) and issubclass(original, Exception)) or issubclass(original, _PLAIN_ONLY):
@@ -186,7 +194,7 @@ def _combined(message: frame_pb2.CallError, text: str) -> RemoteError | None:
         combined = _combined_class(original)
         args = codec.loads(message.args) if message.args else ()
         error = _bare_instance(combined, args)
-    except Exception:  # layouts that do not mix, classes that do not load here: a plain RemoteError tells it all
+    except Exception:  # layouts that do not mix, classes that do not load here: a plain RemoteError says it all
         return None
     for name, data in message.attributes.items():
         with contextlib.suppress(Exception):
@@ -204,9 +212,9 @@ def _combined_class(original: type[Exception]) -> Any:
     namespace = {
         "__str__": lambda self: self._lp_pipe_text,
         "__repr__": functools.partialmethod(_repr, original),
-        "__bool__": lambda self: True,  # concurrent.futures takes a false exception for none
+        "__bool__": lambda self: True,  # concurrent.futures treats a false exception as none
         "__reduce__": _reduce,
-        "__setattr__": object.__setattr__,  # a frozen dataclass's refuses to be filled in
+        "__setattr__": object.__setattr__,  # that of a frozen dataclass refuses new values
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "_lp_pipe_original_class": original,
@@ -222,7 +230,7 @@ def _repr(error: RemoteError, original: type[Exception]) -> str:
 
 
 def _bare_instance(combined: Any, args: tuple[Any, ...]) -> Any:
-    # The class that lays out the instance must allocate it: OSError, Exception for most. Users' code is not run.
+    # The class that defines the instance's layout must allocate it: OSError, or Exception for most. No user code runs.
     allocates = combined
     while allocates.__flags__ & _HEAP_TYPE:
         allocates = allocates.__base__

@@ -1,4 +1,4 @@
-"""`client.step`: something to call, which is nothing else, so that a slip is found where it is written."""
+"""`client.step`: an object that can only be called, so that a mistake is found where it is written."""
 
 import functools
 from typing import Any, NoReturn
@@ -31,7 +31,7 @@ _OPERATORS = (
 
 
 class RemoteMethod(functools.partial[Any]):
-    """A remote method; whatever would take it for its result raises a TypeError that says what to do.
+    """A remote method; any use of it as if it were its result raises a TypeError that says what to do.
 
     func: a bound method of a client or one of its views, which takes the name and the arguments.
     """
@@ -43,7 +43,7 @@ class RemoteMethod(functools.partial[Any]):
 
     def _refuse(self, *_: object) -> NoReturn:
         raise TypeError(
-            f"{self!r} is a call of the node's method, not a value: write .{self.__name__}(). For a value of the "
+            f"{self!r} is a method of the node, not a value: write .{self.__name__}(). For an attribute of the "
             "node's object, give its class a method that returns it"
         )
 
@@ -59,12 +59,12 @@ class RemoteMethod(functools.partial[Any]):
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
-            f"{self!r} has no {name!r}: it is a call of the node's method, so write .{self.__name__}().{name}"
+            f"{self!r} has no {name!r}: it is a method of the node, so write .{self.__name__}().{name}"
         )
 
     def __setattr__(self, name: str, value: object) -> None:
         if not name.startswith("_"):
-            raise AttributeError(f"{self!r} takes no {name!r}: what is set here would never reach the node")
+            raise AttributeError(f"cannot set {name!r} of {self!r}: the value would never reach the node")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Who reads a client's connection: the thread that waits for a reply, which saves a hop between threads."""
+"""The choice of the thread that reads a client's connection: a waiting one, which saves a switch between threads."""
 
 import contextlib
 import functools
@@ -14,35 +14,35 @@ from lp_pipe.rpc import deadlines, nesting
 from lp_pipe.rpc.calls import CallFuture, SyncCall
 from lp_pipe.rpc.pending_calls import PendingCalls
 
-_PATIENCE_S = 0.001  # for futures that nobody asks for
+_PATIENCE_S = 0.001  # for futures that no thread asks for
 _SOON_S = 0.005
 
 
 class ReplyReader:
-    """Of the threads that wait for replies one reads, for all; when it has its own, another goes on.
+    """Lets one of the threads that wait for replies read for all; when it has its own reply, another goes on.
 
-    A thread of its own reads while something is urgent that nobody waits for: coroutines, streams, callbacks, or
-    futures that are asked for by none for a millisecond. Nobody reads an idle connection.
+    A background thread reads while something is urgent for which no thread waits: coroutines, streams, callbacks, or
+    futures that no thread has asked for within a millisecond. An idle connection is not read.
     """
 
     def __init__(self, connection: PulledConnection, pending: PendingCalls) -> None:
         self._connection = connection
         self._pending = pending
-        self._is_needed = threading.Lock()  # held while the thread has nothing to do
+        self._is_needed = threading.Lock()  # held while the background thread has nothing to do
         self._is_needed.acquire()
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
         self._thread_reads = False
-        self._parked: dict[object, None] = {}  # threads that wait for a future while another reads
+        self._parked: dict[object, None] = {}  # threads that wait for a future while another thread reads
         self._is_asked_for = False
-        self._turns = 0  # of those who waited and read
-        self._is_patient = False  # until the next look at futures that nobody asks for
+        self._turns = 0  # the number of times that a waiting thread read
+        self._is_patient = False  # whether a check for futures that no thread asks for is scheduled
         self._has_peer_closed = False
         self._descriptor = connection.fileno()
 
     def begin(self) -> None:
-        """Notice the peer's end from now on, also while nobody reads."""
-        if self._connection.try_reading():  # else it has ended already
+        """Notice the peer's end from now on, also while no thread reads."""
+        if self._connection.try_reading():  # otherwise it has ended already
             try:
                 hangup_watcher.shared.watch(self._descriptor, self._on_peer_closed)
             finally:
@@ -50,15 +50,15 @@ class ReplyReader:
             self.pass_on()  # the end may have come meanwhile
 
     def look(self) -> bool:
-        """Read what is there, without waiting, if nobody is reading; False when the peer has closed."""
+        """Read what is there, without waiting, if no thread is reading; False when the peer has closed."""
         if not self._pending and self._connection.read_alone(0):
             self._wake_next()
             return self._connection.closed_reason is None
-        # Whoever reads may not have come to the end yet: a call sent now would be lost, though a new server is up.
+        # The reading thread may not have come to the end yet: a call sent now would be lost, though a new server is up.
         return not self._connection.has_peer_closed()
 
     def wait_for(self, call: SyncCall, deadline: float | None) -> None:
-        """Until the reply is there, or the deadline has passed; `pass_on` must follow."""
+        """Wait until the reply is there or the deadline has passed; `pass_on` must follow."""
         while not call.has_reply:
             if self._read_for(call, deadline):
                 return
@@ -66,7 +66,7 @@ class ReplyReader:
                 return
 
     def wait_for_future(self, future: CallFuture, deadline: float | None) -> None:
-        """Until the future is settled, the deadline has passed, or the wait is so long that a hop does not matter."""
+        """Wait until the future is settled or the deadline has passed; after 5 ms the background thread reads."""
         waiter = object()
         self._is_asked_for = True
         try:
@@ -74,23 +74,23 @@ class ReplyReader:
             soon = time.monotonic() + _SOON_S
             if not self._read_for(future, soon if deadline is None else min(soon, deadline)) or not future.done():
                 self.attend()
-                future.wait(deadline)  # unlike a thread that reads, it sees at once when the future is cancelled
+                future.wait(deadline)  # unlike a thread that reads, it notices at once when the future is cancelled
         finally:
             self._parked.pop(waiter, None)
             self.pass_on()
 
     def read_inside(self, is_enough: Callable[[], bool], deadline: float | None) -> bool:
-        """Read until it is enough, or the deadline, where this code has interrupted the reads of this very thread.
+        """Read until `is_enough`, or the deadline, in code that has interrupted the reads of this very thread.
 
-        False when it has not, so that there are other ways to wait.
+        Returns False when it has not interrupted them, so that there are other ways to wait.
 
         Raises:
             Unavailable: nothing can be read before this code returns.
         """
         if self._connection.is_stuck_here():
             raise Unavailable(
-                f"this code has interrupted its thread in the middle of a frame from or to {self._connection.peer}: "
-                "nothing can be read from there before it returns. Ask again later, or make a new call"
+                f"this code has interrupted its thread in the middle of a frame from or to {self._connection.peer}, "
+                "so nothing can be read from that connection before it returns: ask again later, or make a new call"
             )
         if not self._connection.is_read_here():
             return False
@@ -102,11 +102,11 @@ class ReplyReader:
         return True
 
     def recover(self) -> None:
-        """Give back the lock, where an exception has interrupted the calling thread between two bytecodes."""
+        """Release the lock if an exception interrupted the calling thread while it held it."""
         release_if_held_here(self._lock)
 
     def pass_on(self) -> None:
-        """Let somebody read, if replies are still to come; whoever is reading is left alone."""
+        """Let another thread read if replies are still to come; a thread that is reading is left alone."""
         if self._has_peer_closed:
             self._look_for_end()
         self._wake_next()
@@ -122,12 +122,12 @@ class ReplyReader:
             self._be_patient()
 
     def attend(self) -> None:
-        """Let the thread read; where the system has no more threads the connection ends, and the calls with it."""
+        """Make the background thread read; without more threads in the system, end the connection and its calls."""
         if self._thread_reads:
             return
         try:
             self._start_thread()
-        except RuntimeError as error:  # nobody would read the replies, ever
+        except RuntimeError as error:  # the replies would never be read
             self._connection.close(f"no thread for reading the replies: {describe_error(error)}")
         self._release()
 
@@ -138,16 +138,16 @@ class ReplyReader:
             if self._thread is None:
                 name = f"read {self._connection.peer}"
                 thread = threading.Thread(target=self._read_unattended, name=name, daemon=True)
-                thread.start()  # before it counts
+                thread.start()  # stored after the start
                 self._thread = thread
 
     def end(self) -> None:
-        """The connection has ended."""
+        """Stop watching a connection that has ended."""
         hangup_watcher.shared.forget(self._descriptor)
         self._release()
 
     def _be_patient(self) -> None:
-        """Whoever started futures will ask for them soon, and read himself; if not, the thread does."""
+        """Give the threads that started futures a moment to ask for them; after it, the background thread reads."""
         self._is_patient = True
         turns = self._turns
         try:
@@ -166,7 +166,7 @@ class ReplyReader:
 
     def _on_peer_closed(self) -> None:
         with nesting.in_background():
-            self._has_peer_closed = True  # if somebody reads, who may be about to leave
+            self._has_peer_closed = True  # set for a reading thread that may be about to stop
             self._look_for_end()
             self._wake_next()
 
@@ -175,7 +175,8 @@ class ReplyReader:
             try:
                 if self._connection.wait(0):
                     self._connection.read()
-                if self._connection.closed_reason is None:  # it was meant for who had this descriptor before
+                # the event was for an earlier connection with this descriptor
+                if self._connection.closed_reason is None:
                     self._has_peer_closed = False
                     hangup_watcher.shared.watch_again(self._descriptor)
             finally:
@@ -196,11 +197,14 @@ class ReplyReader:
         return True
 
     def _release(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it knows already
+        with contextlib.suppress(RuntimeError):  # it is released already
             self._is_needed.release()
 
     def _is_unattended(self) -> bool:
-        """Whether the thread must read on: not for futures whose owner asks for them, and does not wait just now."""
+        """Return whether the background thread must read on.
+
+        It need not for futures that a thread has asked for just before, even if none waits at this moment.
+        """
         if self._pending.is_urgent() or self._parked:
             return True
         is_asked_for, self._is_asked_for = self._is_asked_for, False
@@ -210,7 +214,7 @@ class ReplyReader:
         with nesting.in_background():
             while self._connection.closed_reason is None:
                 self._is_needed.acquire()
-                if self._connection.try_reading():  # else the thread that reads passes on
+                if self._connection.try_reading():  # otherwise the reading thread passes on
                     self._read_while_unattended()
 
     def _read_while_unattended(self) -> None:

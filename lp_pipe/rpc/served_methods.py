@@ -1,4 +1,4 @@
-"""What a server lets its callers use of an object."""
+"""The methods of an object that a server lets its callers use."""
 
 import difflib
 import functools
@@ -9,20 +9,22 @@ from typing import Any
 from lp_pipe.errors import MethodNotFound
 
 LIST_METHODS = "__list_methods__"
-START_WITHOUT_STATE = "__start_without_state__"  # whether the server had lost its state, and serves the initial one now
+START_WITHOUT_STATE = "__start_without_state__"  # tells a server that has lost its state to serve its initial one
 CACHE_INFO = "__cache_info__"  # answered by the object itself, if it is a cache
 
 
 def find_method(target: object, server: str, name: str) -> Callable[..., Any]:
-    """The method that callers know as `name`; `server` is for the message ("server/0").
+    """Return the method that callers know as `name`.
+
+    server: the node, for messages ("server/0").
 
     Raises:
-        MethodNotFound: there is none that they may use; names the nearest one.
+        MethodNotFound: callers may use no such method; names the nearest one.
     """
     if name == LIST_METHODS:
         return lambda: public_methods(target)
     if name == START_WITHOUT_STATE:
-        return lambda: False  # a server that has lost its state answers it before it looks here
+        return lambda: False  # a server that has lost its state answers it before it gets here
     if is_exposed(target, name) or (name == CACHE_INFO and hasattr(type(target), CACHE_INFO)):
         found: Callable[..., Any] = getattr(target, name)
         return found
@@ -33,17 +35,17 @@ def find_method(target: object, server: str, name: str) -> Callable[..., Any]:
 
 
 def is_exposed(target: object, name: str) -> bool:
-    """Whether callers may use it: a public callable, or `__call__`; never data, never a property."""
+    """Return whether callers may use the name: a public callable, or `__call__`; never data, never a property."""
     if name.startswith("_") and name != "__call__":
         return False
     kind: Any = type(target)
     if _is_computed(kind, name):
-        return False  # looking must not compute it
+        return False  # the check must not compute it
     return callable(getattr(target, name, None))
 
 
 def public_methods(target: object) -> list[str]:
-    """Sorted names of what callers may use."""
+    """Return the sorted names of the methods that callers may use."""
     return sorted(name for name in dir(target) if is_exposed(target, name))
 
 

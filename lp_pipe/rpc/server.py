@@ -1,4 +1,4 @@
-"""Serve an object's public methods to other nodes (Launchpad's Courier server)."""
+"""A server for an object's public methods (Launchpad's Courier server)."""
 
 import contextlib
 import functools
@@ -28,25 +28,26 @@ if TYPE_CHECKING:
     from lp_pipe.rpc.event_loop import LoopThread
 
 _STREAM_THREADS = 16  # for the generators of an inline server, started as needed
-_CANCEL_SHARE, _CANCEL_AT_MOST_S = 0.2, 0.5  # of the grace, for what is cancelled at its end
+_CANCEL_SHARE, _CANCEL_AT_MOST_S = 0.2, 0.5  # the part of the grace for calls that are cancelled at its end
 _STREAMS = (types.GeneratorType, RemoteIterator)
 _ASYNC = (types.CoroutineType, types.AsyncGeneratorType)
-_RESTORING = ("load_state_dict", served_methods.START_WITHOUT_STATE)  # what a server that has lost its state answers
+# the calls that a server that has lost its state answers
+_RESTORING = ("load_state_dict", served_methods.START_WITHOUT_STATE)
 
 
 class Server:
-    """Listens at `endpoint` from construction until `close`.
+    """A server that listens at `endpoint` from construction until `close`.
 
-    thread_pool_size: handlers run in exactly so many threads; 0: inline, in the connection's thread (the fastest,
-    for handlers that return at once).
+    thread_pool_size: handlers run in exactly this many threads; 0: inline, in the connection's thread (the fastest, for
+        handlers that return at once).
     name: the node, for messages ("server/0").
     caller_queue: runs the handlers instead of threads of the server's own; `close` runs what is left of them.
-    has_lost_state: the target takes part in checkpoints, and the process that had its state has died: until
+    has_lost_state: the target takes part in checkpoints, and the process that had its state has died. Until
         `load_state_dict` has returned (or the caller says that this is the beginning) every other call is a StateLost.
 
     `async def` handlers run in one event loop, in a thread of its own, and need no thread of the pool. Generators run
-    in the pool, item by item as their consumers ask for more; those of an inline server in a pool beside it, because
-    they may take their time. A handler may also return a concurrent.futures.Future: its result is the reply.
+    in the pool, item by item as their consumers ask for more; those of an inline server run in a pool beside it,
+    because they may take their time. A handler may also return a concurrent.futures.Future: its result is the reply.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Server:
         )
         self._loop: LoopThread | None = None
         self._is_quick: dict[str, bool] = {}
-        # Of every connection: what its client can still cancel or give credits to, by the call's id.
+        # For every connection, the calls that its client can still cancel or give credits to, by id.
         self._connections: dict[Connection, dict[int, InProgress]] = {}
         self._active = 0
         self._idle = threading.Condition()
@@ -87,8 +88,8 @@ class Server:
     def close(self, grace_s: float = 0.0) -> None:
         """Refuse new calls, give those in progress `grace_s` to be answered, then close every connection.
 
-        Async handlers and generators that are left when the grace is nearly over are cancelled, and run their
-        `finally` blocks in the rest of it.
+        Async handlers and generators that are left when the grace is nearly over are cancelled, and run their `finally`
+        blocks in the rest of it.
         """
         with self._idle:
             self._is_closing = True
@@ -116,7 +117,7 @@ class Server:
                 self._pool.submit(function, *args)  # a stream in progress
 
     def _serving(self, method: str) -> waits.waiting:
-        """What a thread is at that runs a handler."""
+        """Return a context manager that records that the thread runs a handler."""
         return waits.waiting(waits.HANDLER, self._wait_target, method, node=self._node)
 
     def _describe_pool(self) -> waits.Pool:
@@ -138,7 +139,7 @@ class Server:
             self._reader_pool.read(connection)
         else:
             connection.start(on_frame, lambda reason: self._on_close(connection))
-        if self._is_closing:  # it came too late for `close`, which has not seen it
+        if self._is_closing:  # `close` has not seen this connection
             connection.close(f"{self._name} ended")
 
     def _on_close(self, connection: Connection) -> None:
@@ -156,7 +157,7 @@ class Server:
             self._refuse_without_state(connection, frame)
         elif self._thread_pool_size and not self._needs_no_thread(frame.name):
             self._pool.submit(self._handle, connection, frame)
-            if self._is_closing:  # since: `close` may have looked before
+            if self._is_closing:  # the server began to close meanwhile, and `close` may have checked before
                 self._refuse_what_has_not_begun()
         elif self._node is not None:
             with entered(self._node):
@@ -167,19 +168,19 @@ class Server:
     def _on_control(self, connection: Connection, frame: Frame) -> None:
         call = self._connections.get(connection, {}).get(frame.id)
         if call is None:
-            return  # it has ended, or is a handler in a thread: those are not interrupted, the caller has forgotten it
+            return  # it has ended, or runs in a thread: that is not interrupted, and the caller has forgotten it
         if frame.kind == frames.STREAM_CREDIT:
             call.credit(frame_pb2.StreamCredit.FromString(bytes(frame.body)).items)
         elif frame.kind == frames.CANCEL:
             call.cancel()
 
     def _needs_no_thread(self, name: str) -> bool:
-        """Whether calling the method returns at once: it makes a coroutine, or joins a batch."""
+        """Return whether calling the method returns at once: it makes a coroutine, or joins a batch."""
         if name not in self._is_quick:
             found = inspect.getattr_static(self._target, name, None)  # runs no code of the user's
             function = getattr(found, "__func__", found)
             if found is None:
-                return False  # and not kept: callers may ask for any name
+                return False  # not cached: callers may ask for any name
             is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
             self._is_quick[name] = is_async or isinstance(found, BatchedHandler)
         return self._is_quick[name]
@@ -197,7 +198,7 @@ class Server:
             handler: Any = served_methods.find_method(self._target, self._name, frame.name)
         except MethodNotFound as error:
             return responder.own_error(remote_error.METHOD_NOT_FOUND, str(error))
-        except BaseException as error:  # a descriptor or __getattr__ of the user's
+        except BaseException as error:  # a descriptor or __getattr__ of the user's may raise
             return responder.error(error)
         try:
             args, kwargs = codec.decode(frame.body, frame.buffers)
@@ -214,7 +215,7 @@ class Server:
         self._reply(responder, result)
 
     def _reply(self, responder: Responder, result: Any) -> None:
-        """Send the result, or see to it that it is sent once it is there."""
+        """Send the result, or arrange that it is sent once it is there."""
         kind = type(result)
         if kind in _STREAMS:
             stream = ThreadStream(result, responder, self._pool.submit, lambda: self._serving(responder.method))
@@ -242,16 +243,16 @@ class Server:
     def _reply_with(self, responder: Responder, done: "Future[Any]") -> None:
         try:
             result = done.result()
-        except BaseException as error:  # also a cancelled future
+        except BaseException as error:  # also the error of a cancelled future
             responder.error(error)
         else:
             self._reply(responder, result)
 
     def _follow(self, responder: Responder, call: InProgress) -> None:
-        """From now on the caller's frames reach `call`."""
+        """Pass the caller's frames to `call` from now on."""
         self._connections.get(responder.connection, {})[responder.id] = call
         if responder.connection not in self._connections:
-            call.cancel()  # the caller has gone in between
+            call.cancel()  # the caller has gone
 
     def _on_end(self, responder: Responder) -> None:
         calls = self._connections.get(responder.connection)
@@ -271,7 +272,7 @@ class Server:
 
     def _refuse_without_state(self, connection: Connection, frame: Frame) -> None:
         text = (
-            f"{frame.name}(): {self._name} was started again and has lost its state: it answers no call before "
+            f"{frame.name}(): {self._name} was restarted and has lost its state: it answers no call before "
             "load_state_dict(), which Checkpoints calls when it goes back to a checkpoint"
         )
         self._send_own_error(connection, frame, remote_error.STATE_LOST, text)

@@ -1,4 +1,4 @@
-"""The producer's end of a stream: a handler's generator, run as far as its consumer's credits go."""
+"""The producer's end of a stream: a handler's generator, run as far as its consumer's credits allow."""
 
 import logging
 import threading
@@ -13,23 +13,23 @@ _log = logging.getLogger(__name__)
 
 
 class InProgress(Protocol):
-    """A call in progress that the caller can influence; called from the connection's thread, so nothing blocks."""
+    """A call in progress that the caller can influence; called from the connection's thread, so no method blocks."""
 
     def credit(self, items: int) -> None:
-        """The consumer has taken so many items."""
+        """Note that the consumer has taken this many items."""
 
     def cancel(self) -> None:
-        """The caller has gone or wants no more, or the server is stopping. Idempotent."""
+        """End the call: the caller has gone or wants no more, or the server is stopping. Idempotent."""
 
 
 class ThreadStream:
     """A generator whose steps are tasks of a pool.
 
     Without credits it is parked: no thread waits for the consumer. At most one thread is in the generator at a time,
-    not always the same one; after a window of items it goes to the back of the pool's queue, so that an endless
+    not always the same one. After a window of items the stream goes to the back of the pool's queue, so that an endless
     stream leaves room for other calls.
 
-    serving: what a thread is at that is in the generator.
+    serving: a context manager that records that a thread is in the generator.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ThreadStream:
             self._submit(self._work)
 
     def _claim(self, is_new: bool) -> bool:
-        """Whether there is something to do for the calling thread; if not, the stream is parked."""
+        """Return whether there is something to do for the calling thread; if not, the stream is parked."""
         with self._lock:
             if is_new and self._is_busy:
                 return False
@@ -90,7 +90,7 @@ class ThreadStream:
                 item = next(self._items)
         except StopIteration:
             self._end(self._responder.end_stream)
-        except BaseException as error:  # also SystemExit: it goes to the consumer only
+        except BaseException as error:  # also SystemExit, which goes to the consumer only
             self._end(self._responder.error, error)
         else:
             if not self._responder.item(item, self._sent):
@@ -105,6 +105,6 @@ class ThreadStream:
         self._is_over = True
         try:
             self._items.close()  # type: ignore[attr-defined]
-        except BaseException as error:  # nobody else is told: the consumer has gone
+        except BaseException as error:  # logged, because the consumer is not told
             _log.warning("%s(): closing the generator raised %r", self._responder.method, error)
         say(*args)

@@ -3,7 +3,7 @@
 from collections import deque
 
 MAX_ITEMS = 16
-MAX_BYTES = 16 << 20  # with large items fewer; one is always allowed
+MAX_BYTES = 16 << 20  # fewer items fit if they are large; one is always allowed
 
 
 class StreamWindow:
@@ -15,7 +15,7 @@ class StreamWindow:
 
     @property
     def is_open(self) -> bool:
-        """Whether one more may be sent."""
+        """Whether one more item may be sent."""
         return not self._sizes or (len(self._sizes) < MAX_ITEMS and self._bytes < MAX_BYTES)
 
     def sent(self, size_bytes: int) -> None:

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# By class in torch.ops: the names under which torch.ops has it.
+# For each class in torch.ops, a function that returns the names under which torch.ops has the object.
 _NAMES_OF_OPS: dict[str, Callable[[Any], list[str]]] = {
     "_OpNamespace": lambda namespace: [namespace.name],
     "OpOverloadPacket": lambda packet: str(packet).split("."),
@@ -16,20 +16,22 @@ _NAMES_OF_OPS: dict[str, Callable[[Any], list[str]]] = {
 
 
 def _private_torch() -> Any:
-    """Return the module, which imports torch: here torch is in use already, or a value that needs it has come."""
+    """Return the module `private_torch`, which imports torch: here torch is in use already, or a value that needs it
+    arrived.
+    """
     from lp_pipe import private_torch
 
     return private_torch
 
 
 def is_functional(tensor: Any) -> bool:
-    """Return whether torch.func has wrapped the tensor, so that its memory is another one's."""
+    """Return whether torch.func has wrapped the tensor, so that its memory is that of another tensor."""
     found: bool = _private_torch().is_functional(tensor)
     return found
 
 
 def reduce_torch_value(obj: Any, torch: Any) -> tuple[Any, ...] | None:
-    """Return how pickle makes `obj` again; None: torch's own pickling does."""
+    """Return how pickle rebuilds `obj`; None if torch's own pickling does."""
     kind = type(obj)
     if isinstance(obj, torch.jit.ScriptFunction | torch.jit.ScriptModule | torch.ScriptMethod):
         return _reduce_scripted(obj, torch)
@@ -48,7 +50,7 @@ def reduce_torch_value(obj: Any, torch: Any) -> tuple[Any, ...] | None:
 
 
 def reduce_compiled(obj: Any) -> tuple[Any, ...] | None:
-    """Return how pickle makes a function that torch.compile or torch.compiler.disable has returned, or None."""
+    """Return how pickle rebuilds the result of torch.compile or torch.compiler.disable; None for other objects."""
     original = vars(obj).get("_torchdynamo_orig_callable") if isinstance(obj, types.FunctionType) else None
     if original is None:
         return None
@@ -64,7 +66,7 @@ def _reduce_scripted(obj: Any, torch: Any) -> tuple[Any, ...]:
     is_function = isinstance(obj, torch.jit.ScriptFunction)
     original = _private_torch().python_function_of(obj) if is_function else None
     if original is not None and any(argument.has_default_value() for argument in obj.schema.arguments):
-        return _script, (original,)  # torch.jit.save forgets the defaults
+        return _script, (original,)  # torch.jit.save loses the defaults
     stream = io.BytesIO()
     torch.jit.save(obj, stream)
     return _load_scripted, (stream.getvalue(), obj.name if is_function else None)
@@ -117,7 +119,7 @@ def _make_custom_op(namespace: str, name: str, schema: str, tags: Any, function:
 
 def _fill_custom_op(op: Any, state: Mapping[str, Any]) -> None:
     parts = _private_torch().custom_op_parts(op)
-    if parts is not None and parts[1]["kernels"]:  # this process had it already
+    if parts is not None and parts[1]["kernels"]:  # this process had the operator already
         return
     for device, kernel in state["kernels"].items():
         op.register_kernel(device)(kernel)

@@ -1,6 +1,7 @@
 """A warning for the exception of a call that was started with `client.futures`, if nothing has asked for it.
 
-As asyncio's "exception was never retrieved": without it the failure is silent, and the program ends with status 0.
+It corresponds to asyncio's "exception was never retrieved": without it the failure is silent, and the program ends with
+status 0.
 """
 
 import atexit
@@ -22,7 +23,7 @@ _unread: "weakref.WeakSet[UnreadError]" = weakref.WeakSet()
 
 
 class UnreadError:
-    """Belongs to a future that has failed, and warns when that goes, or the process ends, unless `read` was called."""
+    """The error of a failed future; warns when the future is freed or the process ends, unless `read` was called."""
 
     def __init__(self, peer: str, method: str, error: BaseException) -> None:
         self._peer = peer
@@ -33,7 +34,7 @@ class UnreadError:
         _unread.add(self)
 
     def read(self) -> None:
-        """The exception was asked for."""
+        """Note that the exception was asked for."""
         self._is_read = True
 
     def warn(self) -> None:
@@ -54,7 +55,7 @@ class UnreadError:
         )
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the interpreter may have ended half way
+        with contextlib.suppress(Exception):  # the interpreter may be ending
             self.warn()
 
 

@@ -113,7 +113,7 @@ def test_the_interval_must_be_positive() -> None:
 def test_what_would_cache_nothing_is_refused() -> None:
     """Methods "get" were "g", "e" and "t", none of which there is: all calls were passed on, in silence."""
     node = lp.CourierNode(Source)
-    with pytest.raises(TypeError, match=r"methods='get': write a list, \['get'\]"):
+    with pytest.raises(TypeError, match=r"methods .*got 'get'"):
         lp.CacherNode(node.create_handle(), 1.0, methods="get")
-    with pytest.raises(TypeError, match=r"CourierNode\(Source\) is no handle: give what add_node has returned"):
+    with pytest.raises(TypeError, match=r"handle .*CourierNode\(Source\)"):
         lp.CacherNode(node, 1.0)  # type: ignore[arg-type]

@@ -192,7 +192,7 @@ def test_the_number_of_handler_threads_is_an_option_of_the_node(mode: str) -> No
 @pytest.mark.parametrize("size", [-1, "4", 1.5, None])
 def test_a_size_of_the_pool_that_is_none_is_refused_at_setup(size: Any) -> None:
     """With -1 the node came up, and never answered."""
-    with pytest.raises(ValueError, match=r"CourierNode: thread_pool_size=.*: give a whole number"):
+    with pytest.raises(ValueError, match=rf"thread_pool_size .*got {size!r}"):
         lp.CourierNode(Server, courier_kwargs={"thread_pool_size": size})
 
 
@@ -201,7 +201,7 @@ def test_an_option_that_there_is_not_is_refused_at_setup_with_those_that_there_a
         lp.CourierNode(Server, courier_kwargs={"thread_pool": 4})
     with pytest.raises(TypeError, match="client_kwargs has no option 'timeout'; it takes call_timeout, wait_for_ready"):
         lp.CourierNode(Server, courier_client_kwargs={"timeout": 4})
-    with pytest.raises(TypeError, match="courier_kwargs=4: a dict of options"):
+    with pytest.raises(TypeError, match=r"courier_kwargs .*got 4"):
         lp.CourierNode(Server, courier_kwargs=4)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="timeout"):
         lp.CourierNode(Server).create_handle().set_client_kwargs(timeout=4)  # type: ignore[call-arg]

@@ -45,7 +45,7 @@ def test_a_torch_that_is_too_old_is_refused_with_what_to_install(monkeypatch: py
     monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
     refuses(
         pp.PipelineError,
-        r"need torch>=2\.\d+,<2\.\d+, and this is torch 2\.8\.0\+cu128: pip install --upgrade 'torch>=2",
+        r"torch 2\.8\.0\+cu128 .*need torch>=2\.\d+,<2\.\d+: pip install --upgrade 'torch>=2",
     )
 
 
@@ -262,7 +262,7 @@ def test_what_is_something_else_than_asked_for_is_named(ask: Callable[[], Any], 
 def test_options_of_the_wrong_kind_are_named() -> None:
     refuses(pp.PipelineError, r"channel=\[\]", channel=[])
     refuses(pp.PipelineError, r"schedule=\[\]: give a name such as", schedule=[])
-    refuses(ValueError, "max_restarts='2': give a whole number", max_restarts="2")
+    refuses(ValueError, "max_restarts .*got '2'", max_restarts="2")
     with pytest.raises(pp.PipelineError, match="tied=3: give pairs of parameter names"):
         pp.Model([LINEAR, LINEAR], squared_error, sgd, tied=3)  # type: ignore[arg-type]
 

@@ -438,7 +438,7 @@ def test_no_deadline_or_a_long_one(serve: Serve, timeout: Any) -> None:
 @pytest.mark.parametrize("address", ["localhost:8000", "", None])
 def test_what_is_no_address_of_a_server_is_refused(address: Any) -> None:
     # Calls waited for ever for it to come up.
-    with pytest.raises(ValueError, match=r"not a server's address: take \.address"):
+    with pytest.raises(ValueError, match=r"CourierClient\(.*\.address"):
         lp.CourierClient(address)
 
 
@@ -450,7 +450,7 @@ def test_a_negative_deadline_is_refused(timeout: Any) -> None:
 
 def test_a_deadline_that_is_a_text_is_refused_as_that() -> None:
     """A flag that nobody has converted was "'<' not supported between instances of 'str' and 'int'"."""
-    with pytest.raises(TypeError, match="call_timeout='5': a number of seconds"):
+    with pytest.raises(TypeError, match=r"call_timeout must be .*got '5'"):
         lp.CourierClient("inproc:x", call_timeout="5")  # type: ignore[arg-type]
 
 

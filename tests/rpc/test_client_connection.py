@@ -51,14 +51,14 @@ def test_a_stream_that_opens_while_its_connection_ends_has_an_end() -> None:
     far.start(lambda frame: None, lambda reason: None)
     call = Pending()
     number = link.start("count", Payload(b"", []), call)
-    take = link._expected.take_arrived
+    take = link._pending.take_arrived
 
     def take_as_it_ends(call_id: int) -> Any:
         taken = take(call_id)
         far.close("the server ended")
         return taken
 
-    link._expected.take_arrived = take_as_it_ends  # type: ignore[method-assign]
+    link._pending.take_arrived = take_as_it_ends  # type: ignore[method-assign]
     far.send(Frame(frames.STREAM_OPEN, number))
     assert not isinstance(call.reply, (Frame, Exception)) and call.reply is not None
     end = call.reply.inbox.take(WITHIN_S)

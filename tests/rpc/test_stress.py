@@ -202,8 +202,8 @@ def test_a_client_that_was_connecting_at_the_fork_works_in_the_child(endpoint: s
     client = lp.CourierClient(endpoint, call_timeout=WITHIN_S)
     connecting = threading.Thread(target=client.back, args=(1,))
     connecting.start()
-    while client._connecting._lock.acquire(blocking=False):
-        client._connecting._lock.release()
+    while client._reconnector._lock.acquire(blocking=False):
+        client._reconnector._lock.release()
         time.sleep(0)
     child = os.fork()
     if child == 0:
