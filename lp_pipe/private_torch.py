@@ -404,7 +404,7 @@ def python_function_of(scripted: Any) -> Callable[..., Any] | None:
 
 
 def scripted_function(name: str, module: Any) -> Any:
-    """Return the function in the module that torch.jit.save has put around it. Lost: the module, called in the same way."""
+    """Return the function in the module that torch.jit.save has put around it. Lost: the module, called alike."""
     make = getattr(torch._C, "_create_function_from_graph", None)
     if make is None:
         return module
