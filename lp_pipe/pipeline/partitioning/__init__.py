@@ -1,4 +1,4 @@
-"""How to cut and replicate a model: its profile, the topology, and the plan that a search finds. Needs no torch."""
+"""Planning of stages: a model's profile, a topology, and the search for a plan. Needs no torch."""
 
 from lp_pipe.pipeline.partitioning.plan import Plan as Plan
 from lp_pipe.pipeline.partitioning.plan import PlannedStage as PlannedStage

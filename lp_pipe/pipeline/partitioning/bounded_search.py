@@ -86,12 +86,12 @@ class BoundedPlan(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the slowest stage or side of a boundary."""
+        """Return the seconds of the slowest stage or side of a boundary."""
         return slowest(self.stages)
 
     @property
     def gap(self) -> float:
-        """By what share the best plan may be faster at most."""
+        """Return by what share the best plan may be faster at most."""
         return max(0.0, self.seconds / self.least - 1) if self.least else 0.0
 
 
@@ -142,7 +142,7 @@ def lower_bound(
 
 
 class BoundedSearch:
-    """One search of stages between all states of a chain."""
+    """A search of stages between all states of a chain."""
 
     def __init__(
         self, states: States, levels: Sequence[Level], model: CostModel, memory: Memory | None, devices: Devices
@@ -165,7 +165,10 @@ class BoundedSearch:
         return self._traced(*self._swept(starts, following.shape[1]))
 
     def _swept(self, starts: "_Starts", rows: int) -> tuple[Ints, Ints]:
-        """By load and place: the first state and the devices used, as one number; and the way that leads there."""
+        """Return how far the stages on each place's devices reach, and by which ways.
+
+        By load and place: the first state and the number of devices used, as one number; and the way that leads there.
+        """
         count, base = self._states.count, self._devices.count + 1
         keys = np.full((rows, len(self._devices.level_at)), count * base)
         keys[:, 0] = (count - 1) * base
@@ -187,7 +190,7 @@ class BoundedSearch:
         return keys, chosen
 
     def _traced(self, keys: Ints, chosen: Ints) -> list[ChainStage]:
-        """The stages of the plan on the fewest devices that reaches the first state."""
+        """Return the stages of the plan on the fewest devices that reaches the first state."""
         base = self._devices.count + 1
         row, place = len(keys) - 1, int(keys[-1].argmin())
         if keys[row, place] >= base:
@@ -204,9 +207,9 @@ class BoundedSearch:
         return stages
 
     def _following(self, limit: float) -> Ints:
-        """By level, replicas that share the link, and state: the first state from there on whose tensors may cross.
+        """Return the first state from each one on whose tensors may cross, by level and replicas that share the link.
 
-        One row is enough for all numbers of replicas with which any tensor may.
+        One row is enough for all numbers of replicas with which any tensor may cross.
         """
         latency, bandwidth = (
             np.array([getattr(level, name) for level in self._levels])[:, None] for name in ("latency", "bandwidth")
@@ -221,7 +224,10 @@ class BoundedSearch:
         return np.minimum.accumulate(following[:, :, ::-1], axis=2)[:, :, ::-1]
 
     def _first_in_time(self, limit: float, forwards: float) -> Ints:
-        """By kind and end: the first state from which a stage keeps to the limit, with so many more forwards."""
+        """Return the first state from which a stage keeps to the limit, by kind and end.
+
+        forwards: how many more times the stage runs its forward.
+        """
         compute = self._states.compute + forwards * self._states.forward
         return np.stack([self._first_of_kind(kind, compute, limit) for kind in self._devices.kinds])
 
@@ -243,7 +249,7 @@ class BoundedSearch:
 
 
 class _HeldBytes:
-    """What the replicas of stages hold, for each number of devices behind them, and from where on that fits."""
+    """The bytes that stages hold, and whether they fit, for each number of devices behind them."""
 
     def __init__(self, states: States, memory: Memory, replicas: Ints, devices: int) -> None:
         behind = np.arange(devices + 1)[None, :]
@@ -269,19 +275,19 @@ class _HeldBytes:
         return first
 
     def _first_recomputed(self, waiting: Waiting) -> Ints:
-        """As if nothing entered the stage."""
+        """Return the first states as if nothing entered the stage."""
         states = self._states
         return _first(
             self._memory.needed_to_recompute(states.parameters, states.activations, 0.0, waiting), self._memory.limit
         )
 
     def first(self, kind: Ints, ends: Ints, used: Ints) -> tuple[Ints, Ints]:
-        """From which state on a stage fits that keeps all, and at the earliest one that recomputes."""
+        """Return from which state on a stage fits that keeps all, and the earliest one for a stage that recomputes."""
         place = self._place[kind, used]
         return self._kept[place, ends], self._recomputed[place, ends]
 
     def fits(self, kind: Ints, starts: Ints, ends: Ints, used: Ints) -> Bools:
-        """Whether stages fit that recompute."""
+        """Return whether stages that recompute fit."""
         states, place = self._states, self._place[kind, used]
         inside = np.minimum(starts, states.count - 1)
         waiting = Waiting(self._waiting.microbatches[place], self._waiting.versions[place])
@@ -296,7 +302,7 @@ class _HeldBytes:
 
 
 class _Starts:
-    """Where stages may start, for one limit of seconds."""
+    """The states at which stages may start, for one limit of seconds."""
 
     def __init__(self, following: Ints, first_in_time: Ints, memory: _HeldBytes | None, count: int) -> None:
         self._following = following
@@ -306,9 +312,9 @@ class _Starts:
         self.first_recomputed: Ints | None = None  # in time, with the forward run twice
 
     def of(self, kind: Ints, ends: Ints, used: Ints, level: Ints, own: Ints) -> Ints:
-        """By load of the link before them, and way: the first state from which a stage may go to that end.
+        """Return the first state from which a stage may go to its end, by load of the link before it and by way.
 
-        used: devices behind the stage. level: of the link before it. own: the load that it can take itself.
+        used: devices behind the stage. level: of the link before it. own: the load that the stage's replicas can take.
         """
         rows = np.minimum(own, np.arange(self._following.shape[1])[:, None])
         first = self._first_in_time[kind, ends]
@@ -328,8 +334,8 @@ class _Starts:
 
 
 def _first(sums: Floats, allowed: float) -> Ints:
-    """By state as the end: the first state from which the sums do not grow by more than is allowed.
+    """Return the first state from which the sums do not grow by more than is allowed, by state as the end.
 
-    The last number is of an end that is not reached.
+    The last number stands for an end that is not reached.
     """
     return np.append(np.searchsorted(sums, sums - allowed, side="left"), len(sums))

@@ -1,4 +1,4 @@
-"""What a stage and a boundary between stages take: the cost model that plans minimise.
+"""A cost model: the seconds and bytes of a stage, and the seconds of a boundary between stages.
 
 Legend: C seconds of compute, W bytes of parameters, A bytes that cross a boundary, r replicas, B bytes per second.
 
@@ -26,31 +26,37 @@ Values = Any  # a number or an array of float64; with arrays each operation work
 
 
 class CostModel(NamedTuple):
-    """name: "pipedream" adds a stage's compute and its all-reduce, "overlap" takes the longer of the two."""
+    """The seconds of stages and boundaries.
+
+    name: "pipedream" adds a stage's compute and its all-reduce, "overlap" takes the longer of the two.
+    """
 
     name: str
 
     def stage(self, compute: Values, parameters: Values, replicas: Values, level: Level) -> Values:
-        """Seconds per micro-batch of a stage whose replicas are linked by `level`."""
+        """Return the seconds per micro-batch of a stage whose replicas are linked by `level`."""
         exchange = self.exchange(parameters, replicas, level)
         return (np.maximum(compute, exchange) if self.name == "overlap" else compute + exchange) / replicas
 
     def exchange(self, parameters: Values, replicas: Values, level: Level) -> Values:
-        """Seconds of a ring all-reduce of that many bytes of gradients."""
+        """Return the seconds of a ring all-reduce of that many bytes of gradients."""
         others = replicas - 1
         return 4 * others * parameters / (replicas * level.bandwidth) + 2 * others * level.latency
 
     def boundary(self, crossing: Values, replicas: Values, level: Level) -> Values:
-        """Seconds per micro-batch on a side of the boundary that has so many replicas."""
+        """Return the seconds per micro-batch on a side of the boundary that has so many replicas."""
         return (2 * crossing / level.bandwidth + 2 * level.latency * (crossing > 0)) / replicas
 
     def message(self, crossing: float, level: Level) -> float:
-        """Seconds of one way over a boundary: half of the bandwidth is for the other way, whether or not it is used."""
+        """Return the seconds of one way over a boundary.
+
+        Half of the bandwidth is for the other way, whether or not that is used.
+        """
         return 2 * crossing / level.bandwidth + level.latency * (crossing > 0)
 
 
 class Waiting(NamedTuple):
-    """What a replica of a stage holds at most: micro-batches that wait for their backward, and versions of its weights.
+    """The most that a replica holds of a stage: micro-batches that wait for their backward, and versions of weights.
 
     versions: with the newest.
     """
@@ -60,11 +66,11 @@ class Waiting(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a stage holds on each device, and how much it may.
+    """The memory limit of a device, and the bytes that a stage holds on it.
 
-    A stage's weights with what the optimizer keeps for them, and the activations of the micro-batches that wait for
-    their backward. A recomputed stage keeps only its input of each, and all activations of one while that runs again.
-    With recompute "auto" a stage is recomputed where it would not fit otherwise.
+    A stage holds its weights with what the optimizer keeps for them, and the activations of the micro-batches that wait
+    for their backward. A recomputed stage keeps only its input of each, and all activations of one while that runs
+    again. With recompute "auto" a stage is recomputed where it would not fit otherwise.
     """
 
     limit: float
@@ -74,8 +80,9 @@ class Memory(NamedTuple):
     microbatches: int
 
     def waiting(self, behind: Values, own: Values) -> Waiting:
-        """Of a replica with `own` of a step's micro-batches, and so many devices for each replica in later stages.
+        """Return what a replica holds that has `own` of a step's micro-batches.
 
+        behind: devices in later stages, for each replica of this one.
         1F1B keeps all devices from a stage on busy: each replica has its share of their micro-batches, rounded up
         (schedule/updates.py: in_flight). The asynchronous schedules are never drained, so that a step's number of
         micro-batches is no limit; PipeDream has a version of the weights for each, 2BW two.
@@ -88,11 +95,14 @@ class Memory(NamedTuple):
         }[self.schedule]
 
     def waiting_on(self, replicas: Values, devices_behind: Values) -> Waiting:
-        """Of a stage with so many replicas, and so many devices in all later stages together."""
+        """Return what each of so many replicas holds, with so many devices in all later stages together."""
         return self.waiting(-(-devices_behind // replicas), -(-self.microbatches // replicas))
 
     def alike(self, behind: int, own: int, devices: int) -> tuple[int, int]:
-        """Numbers with which `waiting` says the same of any stages on so many devices; wherever possible the same."""
+        """Return numbers with which `waiting` says the same of any stages on so many devices.
+
+        Wherever possible they are the same numbers, so that fewer tables are needed.
+        """
         if self.schedule == "gpipe":
             return 0, own
         if self.schedule in ASYNCHRONOUS:
@@ -101,7 +111,7 @@ class Memory(NamedTuple):
         return min(behind, own - 1), own
 
     def needed(self, parameters: Values, activations: Values, entering: Values, waiting: Waiting) -> Values:
-        """Bytes of a stage's device; with recompute "auto" in the way that needs less.
+        """Return the bytes of a stage's device; with recompute "auto" in the way that needs less.
 
         entering: bytes that cross the boundary before the stage.
         """
@@ -118,11 +128,11 @@ class Memory(NamedTuple):
         return parameters * self._copies(waiting) + waiting.microbatches * entering + activations
 
     def kept(self, parameters: Values, activations: Values, waiting: Waiting) -> Values:
-        """Bytes of a stage's device where nothing is recomputed."""
+        """Return the bytes of a stage's device where nothing is recomputed."""
         return parameters * self._copies(waiting) + waiting.microbatches * activations
 
     def _copies(self, waiting: Waiting) -> Values:
-        """Of the parameters: the versions that are in use, and what the optimizer keeps."""
+        """Return how many copies of the parameters there are: versions in use, and what the optimizer keeps."""
         return waiting.versions + self.optimizer_bytes_per_parameter_byte
 
 
@@ -130,7 +140,7 @@ UNLIMITED = Memory(np.inf, 0.0, "gpipe", "none", 1)
 
 
 def checked_model(cost_model: str) -> CostModel:
-    """The cost model of that name.
+    """Return the cost model of that name.
 
     Raises:
         PartitionError: there is none.
@@ -141,13 +151,16 @@ def checked_model(cost_model: str) -> CostModel:
 
 
 def between(values: Floats, start: Index, ends: Index) -> Floats:
-    """Sums of the layers between states; none is negative, though sums of numbers that are not exact may be."""
+    """Return the sums of the layers between states, without negative ones, which rounding may make."""
     differences: Floats = np.maximum(values[ends] - values[start], 0)
     return differences
 
 
 def seconds_on_device(states: States, memory: Memory | None, start: Index, ends: Index, waiting: Waiting) -> Floats:
-    """Of a device of stages from one state to others, which holds so much of them; inf: they do not fit."""
+    """Return the seconds of stages from one state to others on a device; inf: the stage does not fit.
+
+    waiting: what the device holds of the stage.
+    """
     seconds = between(states.compute, start, ends)
     if memory is None:
         return seconds
@@ -159,7 +172,7 @@ def seconds_on_device(states: States, memory: Memory | None, start: Index, ends:
 
 
 def bytes_on_device(states: States, memory: Memory, start: Index, ends: Index, waiting: Waiting) -> Floats:
-    """Of a device of stages from one state to others."""
+    """Return the bytes that a device needs for stages from one state to others."""
     parameters, activations = between(states.parameters, start, ends), between(states.activations, start, ends)
     needed: Floats = memory.needed(parameters, activations, states.crossing[start], waiting)
     return needed

@@ -68,7 +68,10 @@ class _DeviceCounts:
         self.steps: Sequence[Step] = list(self._steps(counts, taken, numbered))
 
     def _steps(self, counts: Sequence[int], taken: Ints, numbered: Sequence[tuple[int, int]]) -> Iterator[Step]:
-        """In the order of the devices that are taken. numbered: replicas and place of the speed, by kind."""
+        """Yield the steps in the order of the devices that are taken.
+
+        numbered: replicas and the number of the speed, by kind.
+        """
         total = taken.sum(axis=0)
         for devices in range(1, self.count + 1):
             places = np.flatnonzero(total == devices)
@@ -80,5 +83,5 @@ class _DeviceCounts:
 
 
 def can_count(speeds: Sequence[float]) -> bool:
-    """Whether there are so few counts of devices by speed that they can be searched in a second or two."""
+    """Return whether the devices can be counted by speed in so few ways that a search takes a second or two."""
     return prod(list(speeds).count(kind) + 1 for kind in set(speeds)) <= _MOST_COUNTS

@@ -1,11 +1,11 @@
-"""Which devices of different speeds the stages of a pipeline may take: in the order given, or in any.
+"""Ways in which stages may take devices of different speeds: in the order given, or in any.
 
 The replicas of a stage share its micro-batches equally, so the slowest of them sets its pace: a stage asks for so many
 devices of at least some speed. A place says what is taken so far; places are numbered so that later ones have more.
 
     in the order given   how many devices lie behind: a stage takes the next ones, but for those that are too slow
     in any order         how many devices of each speed were asked for; of the k fastest speeds together there are no
-                         more than that many devices, which is when everybody can be served (Hall, 1935)
+                         more than that many devices, which is when all stages can have theirs (Hall, 1935)
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _MOST_PLACES = 20_000  # some 50 devices of three speeds, nine of nine
 
 
 class Allocation(NamedTuple):
-    """A stage takes so many devices of at least this speed, and then the pipeline is at the place `then`."""
+    """A number of devices of at least this speed, for a stage; the pipeline is then at `next_place`."""
 
     replicas: int
     speed: float
@@ -27,7 +27,7 @@ Allocations = list[list[Allocation]]  # by place, from the empty one
 
 
 def allocations_in_given_order(speeds: Sequence[float], max_replicas: int) -> Allocations:
-    """Place p: the first p devices lie behind."""
+    """Return the allocations at each place p, where the first p devices lie behind."""
     return [
         [
             Allocation(replicas, speed, then)
@@ -39,7 +39,7 @@ def allocations_in_given_order(speeds: Sequence[float], max_replicas: int) -> Al
 
 
 def allocations_in_any_order(speeds: Sequence[float], max_replicas: int) -> Allocations:
-    """A place for each way to ask for devices that there are enough of."""
+    """Return the allocations at each place, one for each way to ask for devices that there are enough of."""
     kinds, enough = sorted(set(speeds), reverse=True), _enough(speeds)
     asked = sorted(_asked(enough), key=sum)
     places = {counts: place for place, counts in enumerate(asked)}
@@ -57,7 +57,7 @@ def allocations_in_any_order(speeds: Sequence[float], max_replicas: int) -> Allo
 
 
 def kinds_searched(speeds: Sequence[float]) -> int:
-    """Of how many different speeds all orders can be searched: of all there are, but for many devices."""
+    """Return of how many different speeds all orders can be searched: of all, but with many devices."""
     for kinds in range(len(set(speeds)), 1, -1):
         if _count(_enough(rounded(speeds, kinds)[0])) <= _MOST_PLACES:
             return kinds
@@ -65,7 +65,7 @@ def kinds_searched(speeds: Sequence[float]) -> int:
 
 
 def devices_in_given_order(speeds: Sequence[float], taken: Sequence[Allocation]) -> list[tuple[int, ...]]:
-    """The devices of each stage: of those that it passes the fastest ones."""
+    """Return the devices of each stage: of those that it passes the fastest ones."""
     served = []
     place = 0
     for allocation in taken:
@@ -76,7 +76,10 @@ def devices_in_given_order(speeds: Sequence[float], taken: Sequence[Allocation])
 
 
 def devices_in_any_order(speeds: Sequence[float], taken: Sequence[Allocation]) -> list[tuple[int, ...]]:
-    """The devices of each stage: those that ask for the fastest choose first, and take the slowest that will do."""
+    """Return the devices of each stage.
+
+    Stages that ask for the fastest choose first, and take the slowest devices that are fast enough.
+    """
     free = sorted(range(len(speeds)), key=lambda device: speeds[device])
     served: list[tuple[int, ...]] = [()] * len(taken)
     for stage, allocation in sorted(enumerate(taken), key=lambda item: -item[1].speed):
@@ -87,7 +90,7 @@ def devices_in_any_order(speeds: Sequence[float], taken: Sequence[Allocation]) -
 
 
 def rounded(speeds: Sequence[float], kinds: int) -> tuple[list[float], list[float]]:
-    """The speeds rounded down and up to so many kinds, with the smallest largest ratio of the two."""
+    """Return the speeds rounded down and up to so many kinds, with the smallest largest ratio of the two."""
     values = sorted(set(speeds))
     if len(values) <= kinds:
         return list(speeds), list(speeds)
@@ -114,12 +117,12 @@ def rounded(speeds: Sequence[float], kinds: int) -> tuple[list[float], list[floa
 
 
 def _enough(speeds: Sequence[float]) -> list[int]:
-    """By number of the fastest speeds how many devices have one of them."""
+    """Return how many devices have one of the k fastest speeds, for each k."""
     return list(accumulate(list(speeds).count(kind) for kind in sorted(set(speeds), reverse=True)))
 
 
 def _asked(enough: Sequence[int]) -> list[tuple[int, ...]]:
-    """All counts by kind, of which the first k together are never more than there are."""
+    """Return all counts by kind, of which the first k together are never more than there are devices."""
     found: list[tuple[int, ...]] = [()]
     for most in enough:
         found = [(*counts, more) for counts in found for more in range(most - sum(counts) + 1)]
@@ -127,7 +130,7 @@ def _asked(enough: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _count(enough: Sequence[int]) -> int:
-    """How many `_asked` would find."""
+    """Return how many counts `_asked` would find."""
     ways = [1]  # by how many devices are taken
     for most in enough:
         ways = [sum(ways[: taken + 1]) for taken in range(most + 1)]
@@ -135,7 +138,7 @@ def _count(enough: Sequence[int]) -> int:
 
 
 def _windows(speeds: Sequence[float], place: int, replicas: int) -> list[tuple[float, int]]:
-    """Speeds that so many of the next devices have, each with the first place behind them."""
+    """Return the speeds that so many of the next devices have, each with the first place behind them."""
     found: list[tuple[float, int]] = []
     for end in range(place + replicas, len(speeds) + 1):
         speed = sorted(speeds[place:end], reverse=True)[replicas - 1]

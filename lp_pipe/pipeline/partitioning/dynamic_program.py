@@ -37,7 +37,7 @@ OnADevice = Callable[[States, Memory | None, Waiting], Floats]  # by [start, end
 
 
 class NestedStage(NamedTuple):
-    """A stage of one level, from state `start` to `end`, and how it is planned inside by the level below."""
+    """A stage of one level, from state `start` to `end`; the level below plans it inside."""
 
     start: int
     end: int
@@ -53,10 +53,10 @@ class _LevelTable(NamedTuple):
 
 
 class _Subproblem(NamedTuple):
-    """Which tables: of how many levels, of at most so many replicas.
+    """The key of tables: for `depth` levels and at most so many replicas.
 
-    Where memory is limited, in one of the replicas that the levels above make of these: how many devices for each of
-    them work behind it, rounded up, and how many micro-batches of a step it has. Both 0 where that does not matter.
+    behind, own: where memory is limited, of one of the replicas that the levels above make of these levels: the devices
+    behind it, for each replica and rounded up, and its micro-batches of a step. Both are 0 where that does not matter.
     """
 
     depth: int
@@ -66,10 +66,10 @@ class _Subproblem(NamedTuple):
 
 
 class DynamicProgram:
-    """One search, with all its tables.
+    """A search, with all its tables.
 
-    max_replicas: of a stage, over all levels. upper: seconds that a plan is known for; slower ones are left out.
-    on_a_device: what the search minimises, of a stage there; default: its seconds.
+    max_replicas: of a stage, over all levels. upper: seconds of a plan that is known; slower ones are left out.
+    on_a_device: what the search minimises, of a stage on a device; default: its seconds.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class DynamicProgram:
         self._top = self._place(len(levels), max_replicas, 0, memory.microbatches if memory is not None else 0)
 
     def seconds(self) -> float:
-        """The slowest stage or boundary of the best plan; or inf."""
+        """Return the seconds of the slowest stage or boundary of the best plan, or inf."""
         return min(float(table.whole[0, 0, -1]) for table in self._solved(self._top).values())
 
     def parts(self) -> list[NestedStage]:
-        """The best plan, with as few groups of the outermost level as that takes."""
+        """Return the best plan, with as few groups of the outermost level as that takes."""
         tables = self._solved(self._top)
         used = min(tables, key=lambda count: float(tables[count].whole[0, 0, -1]))
         return self._traced(self._top, used, 0, self._states.count - 1)
@@ -114,9 +114,10 @@ class DynamicProgram:
         return _Subproblem(depth, replicas, *self._memory.alike(behind, own, self._devices[depth]))
 
     def _below(self, place: _Subproblem, replicas: int, behind: int) -> _Subproblem:
-        """Inside of a stage with so many replicas on this level, and so many devices behind it on this level.
+        """Return the subproblem inside of a stage with so many replicas on this level.
 
-        To round up level by level is the same as to divide by all replicas and round up once.
+        behind: devices behind the stage on this level. To round up level by level is the same as to divide by all
+        replicas and round up once.
         """
         behind = -(-(place.behind + behind) // replicas)
         return self._place(place.depth - 1, place.replicas // replicas, behind, -(-place.own // replicas))
@@ -125,14 +126,14 @@ class DynamicProgram:
         return self._levels[place.depth - 1].count
 
     def _left(self, place: _Subproblem, groups: int, replicas: int) -> int:
-        """Which column of the tables is for as many groups less; negative: there are too few.
+        """Return which column of the tables is for as many groups less; negative: there are too few.
 
-        Of groups that are devices so many as are used are needed: such tables have one column.
+        Where groups are devices and memory is limited, tables have one column: that of the devices that are used.
         """
         return 0 if self._memory is not None and place.depth == 1 else groups - replicas
 
     def _solved(self, place: _Subproblem) -> dict[int, _LevelTable]:
-        """The tables by number of devices used."""
+        """Return the tables by number of devices used, solved if need be."""
         if place in self._tables:
             return self._tables[place]
         n, devices = self._states.count, self._count(place)
@@ -152,9 +153,9 @@ class DynamicProgram:
         return tables
 
     def _options(self, place: _Subproblem, used: int) -> Iterator[tuple[int, int, Floats]]:
-        """For the first stage of this level: its devices, its replicas, and what it takes inside.
+        """Yield devices, replicas and seconds inside of the first stage of this level.
 
-        used: devices of it and of what is behind it on this level.
+        used: devices of that stage and of what is behind it on this level.
         """
         for replicas in range(1, min(self._count(place), place.replicas) + 1):
             for first in [_ANY] if used == _ANY else range(replicas, used + 1, replicas):
@@ -163,7 +164,7 @@ class DynamicProgram:
                     yield first, replicas, inside[first // replicas]
 
     def _inside(self, place: _Subproblem) -> dict[int, Floats]:
-        """Seconds by [start, end], by number of devices used, that a stage takes on all devices of the levels below."""
+        """Return the seconds by [start, end] of a stage on all devices below, by number of devices used."""
         if place.depth == 0:
             return self._leaves(place)
         return {used: table.whole[:, :, -1] for used, table in self._solved(place).items()}
@@ -191,7 +192,7 @@ class DynamicProgram:
         np.minimum(rest, np.maximum(found, entering), out=rest)
 
     def _fill_window(self, place: _Subproblem, start: int, insides: list[Floats]) -> None:
-        """As `_fill`, of the outermost level and all replicas at once, but only what may beat the plan that is known.
+        """Offer stages of the outermost level, with all replicas at once, if they may beat the known plan.
 
         Behind `start` are at least so many devices as its compute needs in that time, and before it, too.
         """
@@ -217,9 +218,10 @@ class DynamicProgram:
     def _costs(
         self, place: _Subproblem, start: int, replicas: Values, inside: Floats | list[Floats]
     ) -> tuple[Floats, Floats, Values]:
-        """By each later state as the end: the stage alone, with the boundary behind it; and the boundary before it.
+        """Return the seconds of stages that begin at `start`, and of the boundary before it.
 
-        With a column of numbers of replicas, and what a stage takes inside for each, all have a row for each.
+        By each later state as the end: the stage alone, and with the boundary behind it. With a column of numbers of
+        replicas, and what a stage takes inside for each, all have a row for each number.
         """
         states, level = self._states, self._levels[place.depth - 1]
         parameters = states.parameters[start + 1 :] - states.parameters[start]
@@ -231,7 +233,7 @@ class DynamicProgram:
         return stage, leaving, self._model.boundary(states.crossing[start], replicas, level)
 
     def _traced(self, place: _Subproblem, used: int, start: int, end: int) -> list[NestedStage]:
-        """The stages of a stretch: again the choices that made its number."""
+        """Return the stages of a stretch, from the choices that made its number."""
         if place.depth == 0:
             return []
         column = 0 if place == self._top else end
@@ -252,7 +254,7 @@ class DynamicProgram:
     def _choice(
         self, place: _Subproblem, used: int, start: int, end: int, groups: int, enough: float, behind_boundary: bool
     ) -> tuple[int, int, int]:
-        """Of the first stage of a stretch: its devices, its replicas and its end."""
+        """Return devices, replicas and end of the first stage of a stretch."""
         column = 0 if place == self._top else end
         for first, replicas, inside in self._options(place, used):
             stage, leaving, entering = self._costs(place, start, replicas, inside)
@@ -270,17 +272,17 @@ class DynamicProgram:
 
 
 def device_seconds(states: States, memory: Memory | None, waiting: Waiting) -> Floats:
-    """By [start, end] of a stage what it takes on a device that holds so much of it; inf: it does not fit."""
+    """Return the seconds of a stage on a device that holds so much of it, by [start, end]; inf: it does not fit."""
     seconds: Floats = np.where(states.within, seconds_on_device(states, memory, *_all(states), waiting), np.inf)
     return seconds
 
 
 def memory_needed(states: States, memory: Memory, waiting: Waiting) -> Floats:
-    """Bytes of a device by [start, end] of its stage."""
+    """Return the bytes of a device by [start, end] of its stage."""
     return bytes_on_device(states, memory, *_all(states), waiting)
 
 
 def _all(states: States) -> tuple[Index, Index]:
-    """Starts and ends."""
+    """Return all starts and ends, as a column and a row."""
     start, ends = np.ogrid[: states.count, : states.count]
     return start, ends

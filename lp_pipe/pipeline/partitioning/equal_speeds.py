@@ -1,4 +1,4 @@
-"""Search on devices that are all alike, on nested levels."""
+"""Search on devices of equal speed, on nested levels."""
 
 from collections.abc import Callable, Sequence
 from math import prod
@@ -6,8 +6,8 @@ from math import prod
 import numpy as np
 
 from lp_pipe.pipeline.partitioning.bounded_search import BoundedPlan, fastest_found, lower_bound
-from lp_pipe.pipeline.partitioning.bounds import affordable, evenly
 from lp_pipe.pipeline.partitioning.cost import UNLIMITED, CostModel, Memory
+from lp_pipe.pipeline.partitioning.cut_sampling import affordable, evenly
 from lp_pipe.pipeline.partitioning.dynamic_program import DynamicProgram, NestedStage
 from lp_pipe.pipeline.partitioning.min_time import min_time
 from lp_pipe.pipeline.partitioning.nested_levels import NestedLevels
@@ -21,7 +21,7 @@ _ROUNDING = 1 + 1e-9
 
 
 class EqualSpeeds:
-    """All devices of the levels."""
+    """The search on all devices of the levels."""
 
     def __init__(self, levels: tuple[Level, ...], model: CostModel, recompute: str) -> None:
         self._levels = levels
@@ -30,11 +30,11 @@ class EqualSpeeds:
 
     @property
     def inexact(self) -> str:
-        """Why not all that the devices allow is searched; empty where it is."""
+        """Return why not all that the devices allow is searched; empty where it is."""
         return ""
 
     def affordable(self, states: int, most: int, max_replicas: int, memory: Memory | None) -> int | None:
-        """How many states, of `most` that are each within the next, can be searched in seconds; None: all `states`."""
+        """Return how many states, of `most` each within the next, can be searched in seconds; None: all `states`."""
         count = affordable(states, most, self._levels, memory)
         if count is None or len(self._levels) > 1:
             return count
@@ -45,11 +45,11 @@ class EqualSpeeds:
         return 0.01
 
     def is_as_fast_within_memory(self, states: States, max_replicas: int) -> bool:
-        """Whether a search within a memory limit takes no longer than one without."""
+        """Return whether a search within a memory limit takes no longer than one without."""
         return len(self._levels) > 1 and self.affordable(states.count, states.count, max_replicas, None) is not None
 
     def searched(self, states: States, max_replicas: int, memory: Memory | None) -> list[TimedStage] | None:
-        """The best stages between these states; None: none fit the memory."""
+        """Return the best stages between these states; None: none fit the memory."""
         parts = self._parts(states, max_replicas, memory)
         if not parts:
             return None
@@ -82,7 +82,7 @@ class EqualSpeeds:
         return search.parts() if np.isfinite(search.seconds()) else []
 
     def lower_bound(self, states: States, profile: Profile, max_replicas: int, memory: Memory | None) -> float:
-        """Seconds that no plan beats, where not all cuts could be searched."""
+        """Return seconds that no plan beats, where not all cuts could be searched."""
         level = _flat(self._levels)
         compute = float(states.compute[-1])
         bound = lower_bound(compute, [1.0] * level.count, level, self._model, max_replicas, profile)
@@ -96,7 +96,7 @@ class EqualSpeeds:
         return bound
 
     def _upper(self, states: States, levels: tuple[Level, ...], max_replicas: int) -> float:
-        """Seconds of a plan that is found fast: without replicas, and with few places to cut."""
+        """Return the seconds of a plan that is found fast: without replicas, and with few places to cut."""
         if states.count <= _WINDOWED:
             return np.inf
         straight = DynamicProgram(states, levels, self._model, 1).seconds() * _ROUNDING
@@ -109,7 +109,7 @@ class EqualSpeeds:
 
 
 def hosts_of(parts: Sequence[NestedStage], levels: Sequence[Level]) -> list[tuple[int, ...]]:
-    """Of each innermost stage the hosts of its replicas, numbered from 0; empty where the levels do not say any.
+    """Return the hosts of each innermost stage's replicas, numbered from 0; empty where the levels do not say any.
 
     A host is one of the level called "host", or else of the second level. A stage whose copies are on several groups
     has its replicas there in turn, so that a micro-batch, which replica j mod r of each stage takes, stays in a group:
@@ -126,7 +126,7 @@ def hosts_of(parts: Sequence[NestedStage], levels: Sequence[Level]) -> list[tupl
 
 
 def _placed(parts: Sequence[NestedStage], levels: Sequence[Level], host: int) -> list[tuple[int, ...]]:
-    """Counted from the first host of these levels, of which `host` is the place of that whose groups are hosts."""
+    """Return the hosts, counted from the first of these levels. host: the place of the level whose groups are hosts."""
     inner = levels[:-1]
     size = prod(level.count for level in inner[host:]) if len(inner) >= host else 0  # hosts of a group; 0: part of one
     first = 0
@@ -140,7 +140,7 @@ def _placed(parts: Sequence[NestedStage], levels: Sequence[Level], host: int) ->
 
 
 def _flat(levels: tuple[Level, ...]) -> Level:
-    """One level of all devices with the fastest links and no latency, which is never slower than the nested levels.
+    """Return one level of all devices with the fastest links, which is never slower than the nested levels.
 
     For replicas r1 within r2, (r1-1)/(r1² r2) + (r2-1)/r2² >= (r-1)/r² with r = r1·r2, and the outer all-reduce has no
     fewer bytes than the inner one.

@@ -1,4 +1,4 @@
-"""Reading files that people write: whatever is wrong is one error with the file and the field."""
+"""Reading and writing of files that people edit: each error names the file and the field."""
 
 import json
 import math
@@ -15,7 +15,7 @@ _LARGEST = 1e60  # beyond all seconds and bytes
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
         PartitionError: it cannot be read, or holds something else.
@@ -24,7 +24,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The table in a TOML file.
+    """Return the table in a TOML file.
 
     Raises:
         PartitionError: it cannot be read.
@@ -33,7 +33,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def write_json(path: str | Path, value: Mapping[str, Any]) -> None:
-    """Write it for people to read.
+    """Write a JSON file that people can read.
 
     Raises:
         PartitionError: the file cannot be written.
@@ -64,12 +64,12 @@ def read_text(path: str | Path) -> str:
     except OSError as error:
         raise PartitionError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise PartitionError(f"cannot read {path}: it is no text ({error})") from error
+        raise PartitionError(f"cannot read {path}: it is not UTF-8 text ({error})") from error
 
 
 @contextmanager
 def in_file(path: str | Path, what: str) -> Iterator[None]:
-    """What is wrong with the `what` that is made in the body is wrong in that file.
+    """Name the file in errors about the `what` that is made in the body.
 
     Raises:
         PartitionError: that of the body, with the file's name in the place of "what: ".
@@ -81,57 +81,58 @@ def in_file(path: str | Path, what: str) -> Iterator[None]:
 
 
 def check_keys(table: Any, *, required: Sequence[str], optional: Sequence[str] = (), where: str) -> None:
-    """Refuse what is missing and what nobody knows.
+    """Refuse a table that lacks a required key or has an unknown one.
 
     Raises:
         PartitionError: names the key.
     """
     if not isinstance(table, Mapping):
-        raise PartitionError(f"{where}: a table with {', '.join(required)} is needed, not {table!r}")
+        raise PartitionError(f"{where}: must be a table with {', '.join(required)}, not {table!r}")
     for key in required:
         if key not in table:
             raise PartitionError(f"{where}: {key} is missing")
     known = {*required, *optional}
     for key in table:
         if key not in known:
-            raise PartitionError(f"{where}: {key} is not known here (known: {', '.join([*required, *optional])})")
+            raise PartitionError(f"{where}: unknown key {key!r}: use {', '.join([*required, *optional])}")
 
 
 def checked_number(value: Any, where: str, *, above_zero: bool = False) -> float:
-    """The number, finite and not negative, and not so large or close to 0 that sums or quotients would overflow.
+    """Return the number, if sums and quotients of it stay finite.
 
     Raises:
         PartitionError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
-        raise PartitionError(f"{where}: {value!r} is no finite number")
+        raise PartitionError(f"{where}: must be a finite number, not {value!r}")
     if value < 0 or (above_zero and not value):
-        raise PartitionError(f"{where}: {value!r} must be {'above' if above_zero else 'at least'} 0")
+        raise PartitionError(f"{where}: must be {'above' if above_zero else 'at least'} 0, not {value!r}")
     if value > _LARGEST or (above_zero and value < 1 / _LARGEST):
-        raise PartitionError(f"{where}: {value!r} is too {'large' if value > _LARGEST else 'small'} to count with")
+        limit = f"most {_LARGEST:g}" if value > _LARGEST else f"least {1 / _LARGEST:g}"
+        raise PartitionError(f"{where}: {value!r} is too {'large' if value > _LARGEST else 'small'}: use at {limit}")
     return value
 
 
 def checked_count(value: Any, where: str) -> int:
-    """The whole number, at least 1.
+    """Return the whole number, at least 1.
 
     Raises:
         PartitionError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PartitionError(f"{where}: {value!r} must be a whole number of at least 1")
+        raise PartitionError(f"{where}: must be a whole number of at least 1, not {value!r}")
     return value
 
 
 def toml_string(text: str) -> str:
-    """Quoted for TOML, which JSON's strings are but for one control character."""
+    """Return the text quoted for TOML, whose strings are JSON's but for one control character."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number that no float can be
+    except OverflowError:  # a whole number that is too large for a float
         return False
 
 
@@ -139,8 +140,8 @@ def _read(path: str | Path, kind: str, parse: Callable[[str], Any]) -> dict[str,
     text = read_text(path)
     try:
         value = parse(text)
-    except (ValueError, RecursionError) as error:  # the latter of what is nested thousands deep
+    except (ValueError, RecursionError) as error:  # RecursionError: nested thousands deep
         raise PartitionError(f"{path}: not {kind}: {error}") from error
     if not isinstance(value, dict):
-        raise PartitionError(f"{path}: a {kind} object is needed, not {type(value).__name__}")
+        raise PartitionError(f"{path}: must hold one {kind} object, not {type(value).__name__}")
     return value

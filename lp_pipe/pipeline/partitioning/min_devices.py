@@ -1,11 +1,11 @@
-"""On one level, the plan on the fewest devices of those whose stages keep to a limit: of bytes, or of seconds.
+"""Search for the plan on the fewest devices whose stages keep to a limit of bytes or of seconds, on one level.
 
 What a stage holds grows with the devices behind it, and with nothing else that lies behind; what it takes depends on
 its own ends and replicas alone. So whatever comes before, the fewest devices are the best from any state on:
 
     fewest[s] = min over t, r of fewest[t] + r    where the stage s..t with r replicas keeps to the limit
 
-To find the smallest limit that a plan keeps to, ask for some, by halves.
+To find the smallest limit that a plan keeps to, halve the limits between a bound and a known plan.
 """
 
 from typing import NamedTuple, Protocol
@@ -40,19 +40,19 @@ class Pairs:
 
 
 class HeldByPair:
-    """What a replica holds, by pair."""
+    """The micro-batches and versions that a replica holds, for each of the pairs."""
 
     def __init__(self, memory: Memory, pairs: Pairs) -> None:
         waiting = memory.waiting_on(pairs.replicas, pairs.behind)
         self._microbatches, self._versions, _ = np.broadcast_arrays(*waiting, pairs.total)
 
     def at(self, places: Ints) -> Waiting:
-        """By the places of some pairs in `Pairs`."""
+        """Return what replicas hold, by the places of some pairs in `Pairs`."""
         return Waiting(self._microbatches[places], self._versions[places])
 
 
 class Demand(Protocol):
-    """What stages ask for, of which no one may have more than a limit; more for later ends, and more devices behind."""
+    """The bytes or seconds of stages, which are limited; more for later ends, and more with more devices behind."""
 
     pairs: Pairs
     sides: Floats  # by state and replicas - 1: of a side of that boundary
@@ -60,16 +60,16 @@ class Demand(Protocol):
     least_behind: Ints
 
     def stages(self, start: int, ends: Ints, places: Ints) -> Floats:
-        """Of stages from one state to others, with those pairs; inf: that is none."""
+        """Return the demand of stages from one state to others, with those pairs; inf: there is no such stage."""
         ...
 
     def below(self, known: float) -> "Demand":
-        """The same for a search of plans that ask for less than one that is known."""
+        """Return the same for a search of plans that demand less than one that is known."""
         ...
 
 
 class ChainPlan(NamedTuple):
-    """A plan: the states between its stages, with the first and the last, their replicas, and the most that one asks.
+    """A plan: the states between its stages, with the first and the last, their replicas, and the most demanded.
 
     cuts is empty where there is none. next_limit: the smallest that would allow a stage that the limit does not.
     """
@@ -81,20 +81,20 @@ class ChainPlan(NamedTuple):
 
     @property
     def parts(self) -> list[NestedStage]:
-        """The plan's stages."""
+        """Return the plan's stages."""
         stages = zip(self.cuts[:-1], self.cuts[1:], self.replicas, strict=True)
         return [NestedStage(start, end, replicas, []) for start, end, replicas in stages]
 
 
 def min_devices(states: States, demand: Demand, limit: float) -> ChainPlan:
-    """The plan on the fewest devices whose stages, and sides of boundaries, ask for no more than the limit."""
+    """Return the plan on the fewest devices whose stages, and sides of boundaries, keep to the limit."""
     return _Sweep(states, demand, limit).found()
 
 
 def search_min_limit(
     states: States, demand: Demand, known: ChainPlan, least: float, attempts: int
 ) -> tuple[ChainPlan, float]:
-    """The plan that asks for least, where one is known; and what no plan asks less than.
+    """Return the plan with the least demand, where one is known, and what no plan demands less than.
 
     The two are equal, unless the attempts were too few.
     """
@@ -113,7 +113,7 @@ def search_min_limit(
 
 
 class _Sweep:
-    """From the last state backwards."""
+    """A pass from the last state backwards."""
 
     def __init__(self, states: States, demand: Demand, limit: float) -> None:
         self._states = states
@@ -152,7 +152,7 @@ class _Sweep:
         self._enter(start, least)
 
     def _candidates(self, start: int) -> tuple[Ints, Ints]:
-        """Ends of a stage from that state on that are worth a look, each with its pair."""
+        """Return ends of a stage from that state on that are worth a look, each with its pair."""
         demand, pairs = self._demand, self._pairs
         fewest = demand.least_behind[start]
         most = pairs.devices - demand.least_before[start]
@@ -169,13 +169,13 @@ class _Sweep:
         return np.broadcast_to(later, some.shape)[some], places[some]
 
     def _enter(self, start: int, used: int) -> None:
-        """From that state on so many devices do."""
+        """Record that so many devices are enough from that state on."""
         self._used[start] = used
         places = self._pairs.place[self._allows[start], used]
         self._first[places[places >= 0]] = start
 
     def found(self) -> ChainPlan:
-        """The plan from the first state on, if there is one."""
+        """Return the plan from the first state on, if there is one."""
         if not self._ends[0]:
             return ChainPlan([], [], np.inf, self._next_limit)
         cuts = [0]

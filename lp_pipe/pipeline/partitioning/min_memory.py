@@ -1,4 +1,4 @@
-"""The plan that needs least memory, whatever time it takes: whether any fits, and where to cut so that one does."""
+"""Search for the plan that needs least memory: whether any plan fits, and where to cut so that one does."""
 
 import numpy as np
 
@@ -21,7 +21,7 @@ _MOST_WORK = 2e5  # stages that begin at one state, with one number of replicas:
 
 
 def min_memory(states: States, memory: Memory, devices: int, max_replicas: int) -> ChainPlan:
-    """One that fits, without replicas where such a one does; else the one that needs least. Its bytes are `most`.
+    """Return a plan that fits, if possible without replicas; else the one that needs least. Its bytes are `most`.
 
     For devices on one level. On nested levels not all numbers of replicas can be had, so that more may be needed; the
     same holds for models so large that to find the least would take minutes.
@@ -39,14 +39,17 @@ def min_memory(states: States, memory: Memory, devices: int, max_replicas: int) 
 
 
 def nested_min_memory(states: States, levels: tuple[Level, ...], memory: Memory, max_replicas: int) -> float:
-    """What the fullest device of the plan that needs least on nested levels needs; takes as long as to search plans."""
+    """Return the bytes of the fullest device of the plan that needs least on nested levels.
+
+    Takes as long as a search of plans.
+    """
     return DynamicProgram(
         states, levels, _BytesModel("bytes"), max_replicas, memory, on_a_device=_bytes_on_a_device
     ).seconds()
 
 
 class _BytesModel(CostModel):
-    """A stage costs what its devices need, whatever its replicas, and boundaries nothing."""
+    """A cost model in which a stage costs what its devices need, whatever its replicas, and boundaries nothing."""
 
     def stage(self, compute: Values, parameters: Values, replicas: Values, level: Level) -> Values:
         return compute
@@ -61,7 +64,7 @@ def _bytes_on_a_device(states: States, memory: Memory | None, waiting: Waiting) 
 
 
 class _BytesNeeded:
-    """What the fullest device of a stage needs. A side of a boundary needs nothing."""
+    """The demand of bytes: those of the fullest device of a stage. A side of a boundary needs nothing."""
 
     def __init__(self, states: States, memory: Memory, devices: int, max_replicas: int) -> None:
         # Each replica of as many has one micro-batch of a step.

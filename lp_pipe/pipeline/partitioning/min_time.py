@@ -1,8 +1,8 @@
-"""The fastest plan of a chain on one level within a limited memory: whose slowest stage or side takes least.
+"""Search for the fastest plan of a chain on one level within a limited memory.
 
-Whether a plan is as fast as that is a question for `fewest`: for all cuts of a thousand layers, and all replicas on 64
-devices, it takes some hundredths of a second. So the time between what no plan beats and what a known plan takes is
-halved until nothing lies between.
+The fastest plan is that whose slowest stage or side takes least. Whether a plan is as fast as some time is a question
+for `min_devices`: for all cuts of a thousand layers, and all replicas on 64 devices, it takes some hundredths of a
+second. So the time between what no plan beats and what a known plan takes is halved until nothing lies between.
 """
 
 import sys
@@ -28,8 +28,8 @@ _ROUNDING = 1e-6
 
 
 def min_time(states: States, level: Level, model: CostModel, memory: Memory, max_replicas: int) -> ChainPlan:
-    """The best plan, with its seconds as `most`; without cuts where none fits the memory."""
-    demand = Seconds(states, level, model, memory, max_replicas)
+    """Return the best plan, with its seconds as `most`; without cuts where none fits the memory."""
+    demand = StageSeconds(states, level, model, memory, max_replicas)
     known = min_devices(states, demand, _ANY)
     if not known.cuts:
         return known
@@ -37,8 +37,11 @@ def min_time(states: States, level: Level, model: CostModel, memory: Memory, max
     return search_min_limit(states, demand, known, least, ATTEMPTS)[0]
 
 
-class Seconds:
-    """What stages and sides of boundaries take. below: plans that take longer are left out."""
+class StageSeconds:
+    """The demand of seconds: what stages and sides of boundaries take.
+
+    below: plans that take longer are left out.
+    """
 
     def __init__(self, states: States, level: Level, model: CostModel, memory: Memory, max_replicas: int) -> None:
         self._states = states
@@ -52,14 +55,14 @@ class Seconds:
         self._leave_out(_ANY)
 
     def stages(self, start: int, ends: Ints, places: Ints) -> Floats:
-        """By the search's rules: inf where they do not fit."""
+        """Return the seconds of stages; inf where they do not fit."""
         parameters = between(self._states.parameters, start, ends)
         compute = seconds_on_device(self._states, self._memory, start, ends, self._held.at(places))
         seconds: Floats = self._model.stage(compute, parameters, self.pairs.replicas[places], self._level)
         return seconds
 
     def below(self, known: float) -> Demand:
-        """Each device has no more to compute than that: so many are needed at least before a state, and behind it."""
+        """Leave out plans that take longer: a device has no more to compute, so that more devices are needed."""
         self._leave_out(known)
         return self
 

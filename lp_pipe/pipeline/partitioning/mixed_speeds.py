@@ -38,7 +38,10 @@ _OVERHEAD = 3000  # numbers that could be compared in the time of calling numpy 
 
 
 class MixedSpeeds:
-    """The devices of a level, with their speeds. order: "given" or "any" of them along the pipeline."""
+    """The search on the devices of a level, with their speeds.
+
+    order: "given" or "any" of them along the pipeline.
+    """
 
     def __init__(self, level: Level, model: CostModel, recompute: str, order: str) -> None:
         assert level.speeds is not None, "for equal devices there is another search"
@@ -51,7 +54,7 @@ class MixedSpeeds:
 
     @property
     def inexact(self) -> str:
-        """Why not all that the devices allow is searched; empty where it is."""
+        """Return why not all that the devices allow is searched; empty where it is."""
         kinds = len(set(self._speeds))
         if self._is_given or kinds <= self._kinds:
             return ""
@@ -61,7 +64,7 @@ class MixedSpeeds:
         )
 
     def affordable(self, states: int, most: int, max_replicas: int, memory: Memory | None) -> int | None:
-        """How many states, of `most` that are each within the next, can be searched in seconds; None: all `states`."""
+        """Return how many states, of `most` each within the next, can be searched in seconds; None: all `states`."""
         allocations = self._allocations(self._speeds_below, max_replicas)
         devices = len(self._speeds)
         if _work(allocations, states, memory, devices) <= _MOST_WORK:
@@ -76,11 +79,11 @@ class MixedSpeeds:
         return 0.05 if memory is None else np.inf  # of which bounds take no account, and tables take a minute
 
     def is_as_fast_within_memory(self, states: States, max_replicas: int) -> bool:
-        """Whether a search within a memory limit takes no longer than one without."""
+        """Return whether a search within a memory limit takes no longer than one without."""
         return False
 
     def searched(self, states: States, max_replicas: int, memory: Memory | None) -> list[TimedStage] | None:
-        """The best stages between these states; None: none fit the memory."""
+        """Return the best stages between these states; None: none fit the memory."""
         found = [self._found(way, states, max_replicas, memory) for way in self._ways()]
         if self.inexact and states.is_chain:
             plan = self.of_all_cuts(states, max_replicas, memory, lambda: self._least(states))
@@ -100,7 +103,7 @@ class MixedSpeeds:
         return fastest_found(search.within, lambda found: self._timed(found, states, memory), least())
 
     def _ways(self) -> "list[_Variant]":
-        """How to search: one way is enough where that is exact."""
+        """Return the ways to search, of which one is enough where that is exact."""
         places = range(len(self._speeds))
         if self._is_given:
             return [_Variant(self._speeds, places, is_given=True)]
@@ -127,7 +130,7 @@ class MixedSpeeds:
         return self._timed(stages, states, memory)
 
     def lower_bound(self, states: States, profile: Profile, max_replicas: int, memory: Memory | None) -> float:
-        """Seconds that no plan beats, where not all could be searched; with a memory limit a rough bound only."""
+        """Return seconds that no plan beats; with a memory limit a rough bound only."""
         compute = float(states.compute[-1])
         bound = lower_bound(compute, self._speeds, self._level, self._model, max_replicas, profile)
         if memory is not None:
@@ -140,7 +143,7 @@ class MixedSpeeds:
         return max(bound, _AllocationTables(states, allocations, self._level, self._model, None).seconds)
 
     def _least(self, states: States) -> float:
-        """Seconds of all devices together."""
+        """Return the seconds of all devices together."""
         return float(states.compute[-1]) / sum(self._speeds)
 
     @property
@@ -179,7 +182,10 @@ class MixedSpeeds:
 
 
 class _Variant(NamedTuple):
-    """speeds: as they count; devices: whose they are. is_given: they are taken in this order."""
+    """A way to search.
+
+    speeds: as they count; devices: whose they are. is_given: they are taken in this order.
+    """
 
     speeds: Sequence[float]
     devices: Sequence[int]
@@ -195,7 +201,10 @@ class _AllocatedStage(NamedTuple):
 
 
 class _AllocationTables:
-    """One search. _best[devices used, place, state]: seconds; of any number at 1 where memory is no matter."""
+    """The tables of one search.
+
+    _best[devices used, place, state]: seconds; where memory is not limited, those of any number of devices are at 1.
+    """
 
     def __init__(
         self, states: States, allocations: Allocations, level: Level, model: CostModel, memory: Memory | None
@@ -217,11 +226,11 @@ class _AllocationTables:
 
     @property
     def seconds(self) -> float:
-        """The slowest stage or boundary of the best plan; inf where none fits."""
+        """Return the seconds of the slowest stage or boundary of the best plan; inf where none fits."""
         return float(self._best[1:, 0, 0].min())
 
     def best(self) -> list[_AllocatedStage] | None:
-        """The stages of the best plan."""
+        """Return the stages of the best plan."""
         if not np.isfinite(self.seconds):
             return None
         used, place, state = 1 + int(self._best[1:, 0, 0].argmin()), 0, 0
@@ -237,7 +246,7 @@ class _AllocationTables:
         return used if self._memory is None else used - replicas
 
     def _within(self, allocations: Sequence[Allocation], used: int) -> list[Allocation]:
-        """Those that take no more devices than are to be used."""
+        """Return the allocations that take no more devices than are to be used."""
         return [allocation for allocation in allocations if self._memory is None or allocation.replicas <= used]
 
     def _solve(self) -> None:
@@ -255,11 +264,11 @@ class _AllocationTables:
 
     @property
     def _at_once(self) -> int:
-        """So many options that their numbers stay in the cache, more or less."""
+        """Return how many options have numbers that stay in the cache, more or less."""
         return max(1, 1_000_000 // self._states.count**2)
 
     def _costs(self, used: int, starts: slice) -> Floats:
-        """By kind of option, start and end: a stage and its two sides, where so many devices are used with it."""
+        """Return the seconds of a stage with its two sides, by kind of option, start and end."""
         states, level, model = self._states, self._level, self._model
         parameters = np.maximum(states.parameters[None, :] - states.parameters[starts, None], 0)
         crossing = np.maximum(states.crossing[starts, None], states.crossing[None, :])
@@ -286,12 +295,12 @@ class _AllocationTables:
 
 
 def _work(allocations: Allocations, states: int, memory: Memory | None, devices: int) -> float:
-    """About how many numbers a search compares."""
+    """Return about how many numbers a search compares."""
     options = sum(len(some) for some in allocations)
     tables = 1 if memory is None else _most_used(allocations, states, devices)
     return tables * (options * states**2 + _OVERHEAD * len(allocations))
 
 
 def _most_used(allocations: Allocations, states: int, devices: int) -> int:
-    """Devices that a plan may use."""
+    """Return how many devices a plan may use."""
     return min((states - 1) * max(allocation.replicas for allocation in allocations[0]), devices)

@@ -23,7 +23,7 @@ from lp_pipe.pipeline.partitioning.topology import Level
 
 
 class NestedLevels:
-    """One search on nested levels."""
+    """A search of stages in a row on nested levels."""
 
     def __init__(
         self, states: States, levels: Sequence[Level], model: CostModel, memory: Memory | None, max_replicas: int
@@ -49,7 +49,10 @@ class NestedLevels:
 
 
 class _DevicesInARow:
-    """The places in the row. sizes: devices of a group, by level."""
+    """The places in the row.
+
+    sizes: devices of a group, by level.
+    """
 
     def __init__(self, levels: Sequence[Level], max_replicas: int) -> None:
         self.sizes = [prod(level.count for level in levels[:depth]) for depth in range(len(levels) + 1)]
@@ -61,7 +64,7 @@ class _DevicesInARow:
         self.steps: Sequence[Step] = [self._step(place) for place in range(self.count)]
 
     def _step(self, place: int) -> Step:
-        """All ways to take devices from that place on, which end within an innermost group, or at its end."""
+        """Return all ways to take devices from that place on, which end within an innermost group, or at its end."""
         ways = [
             (place, target, number, self._shares(kind, depth, place), self._shares(kind, depth, target))
             for number, kind in enumerate(self.kinds)
@@ -74,7 +77,7 @@ class _DevicesInARow:
         return Step(*np.array(ways, dtype=int).reshape(-1, 5).T)
 
     def _shares(self, kind: Kind, depth: int, place: int) -> int:
-        """How many replicas share the link at a place."""
+        """Return how many replicas share the link at a place."""
         return kind.replicas[depth] if self.level_at[place] == depth else 1
 
 
@@ -87,5 +90,5 @@ def _kinds(levels: Sequence[Level], max_replicas: int) -> Iterator[Kind]:
 
 
 def _depth(kind: Kind) -> int:
-    """The level on which a stage has groups side by side."""
+    """Return the level on which a stage has groups side by side."""
     return max((depth for depth, replicas in enumerate(kind.replicas) if replicas > 1), default=0)

@@ -1,4 +1,4 @@
-"""PipeDream's graph.txt, as its profiler writes and its optimizer reads it (msr-fiddle/pipedream, graph/graph.py).
+"""Reader and writer of PipeDream's graph.txt (msr-fiddle/pipedream, graph/graph.py).
 
     node2 -- Conv2d(3, 64, …) -- forward_compute_time=3.7, backward_compute_time=4.1, activation_size=8.2e8, …
     <tab>node1 -- node2
@@ -19,7 +19,10 @@ _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "
 
 
 class GraphNode(NamedTuple):
-    """sizes: bytes of the output and of the parameters."""
+    """A node of the graph, which is a layer.
+
+    sizes: bytes of the output and of the parameters.
+    """
 
     name: str
     description: str
@@ -29,7 +32,7 @@ class GraphNode(NamedTuple):
 
 
 def read(path: str | Path) -> tuple[list[GraphNode], list[tuple[str, str]]]:
-    """The nodes, by number, and the edges, without what PipeDream's optimizer drops.
+    """Return the nodes, by number, and the edges, without those that PipeDream's optimizer drops.
 
     Raises:
         PartitionError: names the file and the line.
@@ -42,18 +45,18 @@ def read(path: str | Path) -> tuple[list[GraphNode], list[tuple[str, str]]]:
         parts = line.strip().split(" -- ")
         if line.startswith("\t"):
             if len(parts) != 2:
-                raise PartitionError(f"{where}: an edge is written <tab>node1 -- node2, not {line.strip()!r}")
+                raise PartitionError(f"{where}: {line.strip()!r} is no edge: write <tab>node1 -- node2")
             edges.append((parts[0], parts[1]))
             lines.append(number)
         elif line.strip():
             node = _node(parts, where)
             if node.name in nodes:
-                raise PartitionError(f"{where}: there is already a node {node.name!r}")
+                raise PartitionError(f"{where}: node {node.name!r} occurs twice: node names must differ")
             nodes[node.name] = node
     for number, edge in zip(lines, edges, strict=True):
         for name in edge:
             if name not in nodes:
-                raise PartitionError(f"{path}, line {number}: edge {' -- '.join(edge)}: there is no node {name!r}")
+                raise PartitionError(f"{path}, line {number}: edge {' -- '.join(edge)} names an unknown node {name!r}")
     kept = _without_inputs_and_unused(nodes, edges)
     return sorted(kept, key=_by_number), [edge for edge in edges if {*edge} <= {node.name for node in kept}]
 
@@ -95,12 +98,12 @@ def _number(text: str, where: str) -> float:
     try:
         numbers = [float(term) for term in terms if term.strip()]
     except ValueError as error:
-        raise PartitionError(f"{where}: {text!r} is no number") from error
+        raise PartitionError(f"{where}: must be a number, not {text!r}") from error
     return sum(checked_number(number, where) for number in numbers)
 
 
 def _without_inputs_and_unused(nodes: dict[str, GraphNode], edges: Sequence[tuple[str, str]]) -> list[GraphNode]:
-    """As the optimizer does: first the sources that load data, then, once, the sinks that nobody uses."""
+    """Drop the sources that load data, and then, once, the sinks whose output is not used, as the optimizer does."""
     read = {reader for _, reader in edges}
     kept = [node for node in nodes.values() if node.name in read or not node.description.startswith("Input")]
     names = {node.name for node in kept}

@@ -1,4 +1,4 @@
-"""What `partition` decides: stages, layers by name, replicas, and what they are predicted to take. Needs no torch."""
+"""Plans, which are what `partition` returns: stages, layers by name, replicas and predicted times. Needs no torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +24,9 @@ _OPTIONAL = ("slowest_seconds", "proven_gap", *_TEXTS, "runners_up", "microbatch
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """predicted_seconds: compute and all-reduce per micro-batch. boundary_seconds: of the busier of its two sides.
+    """A stage of a plan.
 
+    predicted_seconds: compute and all-reduce per micro-batch. boundary_seconds: of the busier of its two sides.
     recompute: "none" or "full", which keeps its inputs only; None: the plan does not say.
     devices: which ones of the topology, by their place in its `speeds`; empty where they are all alike.
     hosts: of each replica, by name or by place among the hosts of a launch, from 0; empty: wherever there is room.
@@ -42,8 +43,9 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages in order. slowest_seconds: of the slowest stage or side of a boundary, which a micro-batch takes at least.
+    """Stages in order, and what they are predicted to take.
 
+    slowest_seconds: of the slowest stage or side of a boundary, which a micro-batch takes at least.
     proven_gap: by what share the best plan may be faster at most; 0 where this is the best.
     reason: why this plan, in words. runners_up: what else was considered, the fastest first.
     schedule: which one its stages fit in memory with; None: the plan does not say. step_seconds: what a step of so many
@@ -62,11 +64,11 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """How many it uses."""
+        """Return how many devices the plan uses."""
         return sum(stage.replicas for stage in self.stages)
 
     def cuts(self, layer_names: Sequence[str]) -> list[int]:
-        """Where a model with these layers, in this order, is cut: the index of each later stage's first layer.
+        """Return where a model with these layers, in this order, is cut: the index of each later stage's first layer.
 
         Raises:
             PartitionError: the plan is for another model, or its stages are not consecutive layers of this one.
@@ -90,12 +92,12 @@ class Plan:
         return ends[:-1]
 
     def save(self, path: str | Path) -> None:
-        """Write it as TOML, for people to read and to edit."""
+        """Write the plan as TOML that people can read and edit."""
         write_text(path, "\n".join(_lines(self, "")))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read such a file; of what a person has written only `[[stages]]` with layers and replicas is needed.
+        """Read such a file, of which only `[[stages]]` with layers and replicas is needed.
 
         Raises:
             PartitionError: it is not such a file; names the file and the field.
@@ -107,14 +109,14 @@ class Plan:
         check_keys(table, required=("stages",), optional=_OPTIONAL, where=where)
         stages = [_stage(stage, f"{where}: stages[{i}]") for i, stage in enumerate(_tables(table, "stages", where))]
         if not stages:
-            raise PartitionError(f"{where}: stages: there are none")
+            raise PartitionError(f"{where}: stages is empty: a plan needs at least one stage")
         names = [name for stage in stages for name in stage.layers]
         twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
         if twice is not None:
-            raise PartitionError(f"{where}: stages: layer {twice!r} is there twice")
+            raise PartitionError(f"{where}: stages: layer {twice!r} occurs twice")
         for key in _TEXTS:
             if not isinstance(table.get(key, ""), str):
-                raise PartitionError(f"{where}: {key}: {table[key]!r} is no text")
+                raise PartitionError(f"{where}: {key}: must be text, not {table[key]!r}")
         slowest = max(max(stage.predicted_seconds, stage.boundary_seconds) for stage in stages)
         others = [
             cls._read(other, f"{where}: runners_up[{i}]") for i, other in enumerate(_tables(table, "runners_up", where))
@@ -172,11 +174,11 @@ def _stage(table: Any, where: str) -> PlannedStage:
     check_keys(table, required=("layers", "replicas"), optional=_OF_A_STAGE, where=where)
     layers = table["layers"]
     if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
-        raise PartitionError(f"{where}: layers: a list with the names of at least one layer is needed, not {layers!r}")
+        raise PartitionError(f"{where}: layers: must be a list of at least one layer name, not {layers!r}")
     seconds = {key: checked_number(table.get(key, 0.0), f"{where}: {key}") for key in _SECONDS}
     recompute = table.get("recompute")
     if recompute not in (None, "none", "full"):
-        raise PartitionError(f"{where}: recompute: {recompute!r}: a stage has 'none' or 'full'")
+        raise PartitionError(f"{where}: recompute: must be 'none' or 'full', not {recompute!r}")
     replicas = checked_count(table["replicas"], f"{where}: replicas")
     return PlannedStage(
         tuple(layers),
@@ -191,9 +193,9 @@ def _stage(table: Any, where: str) -> PlannedStage:
 def _devices(table: dict[str, Any], replicas: int, where: str) -> tuple[int, ...]:
     devices = table.get("devices", [])
     if not isinstance(devices, list) or not all(type(device) is int and device >= 0 for device in devices):
-        raise PartitionError(f"{where}: devices: a list of whole numbers of at least 0 is needed, not {devices!r}")
+        raise PartitionError(f"{where}: devices: must be a list of whole numbers of at least 0, not {devices!r}")
     if len(devices) not in (0, replicas):
-        raise PartitionError(f"{where}: devices: there are {len(devices)} for {replicas} replicas")
+        raise PartitionError(f"{where}: devices: must name one for each of {replicas} replicas, not {len(devices)}")
     return tuple(devices)
 
 
@@ -205,7 +207,7 @@ def _hosts(table: dict[str, Any], replicas: int, where: str) -> tuple[int | str,
             f"{hosts!r}"
         )
     if len(hosts) not in (0, replicas):
-        raise PartitionError(f"{where}: hosts: there are {len(hosts)} for {replicas} replicas")
+        raise PartitionError(f"{where}: hosts: must name one for each of {replicas} replicas, not {len(hosts)}")
     return tuple(hosts)
 
 

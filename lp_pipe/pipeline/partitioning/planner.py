@@ -1,4 +1,4 @@
-"""Decide how to cut and replicate a model: from its profile and a topology to a plan."""
+"""Decision how to cut and replicate a model: from its profile and a topology to a plan."""
 
 import math
 import warnings
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lp_pipe.errors import PartitionError
-from lp_pipe.pipeline.partitioning.bounds import evenly, near
 from lp_pipe.pipeline.partitioning.cost import (
     ACTION_SECONDS,
     ASYNCHRONOUS,
@@ -16,6 +15,7 @@ from lp_pipe.pipeline.partitioning.cost import (
     Memory,
     checked_model,
 )
+from lp_pipe.pipeline.partitioning.cut_sampling import evenly, near
 from lp_pipe.pipeline.partitioning.equal_speeds import EqualSpeeds
 from lp_pipe.pipeline.partitioning.fields import checked_count, checked_number
 from lp_pipe.pipeline.partitioning.min_memory import min_memory, nested_min_memory
@@ -119,7 +119,7 @@ def _devices(topology: Topology, model: CostModel, recompute: str, order: str) -
 
 
 class _Partitioner:
-    """One call of `partition`."""
+    """The state of one call of `partition`."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class _Partitioner:
         self._prefixes = self._states if self._states.is_chain else states_of(profile, recompute, 0)
 
     def plans(self, memory: Memory | None, schedules: Sequence[str], microbatches: int) -> list[Plan]:
-        """The plan with the best stages, for each of the schedules, which the memory is for."""
+        """Return the plan with the best stages for each of the schedules, whose memory is limited so."""
         self._check_memory(memory)
         stages, states, bound = self._searched(memory)
         plan = self._as_plan(stages, states, "")
@@ -163,7 +163,7 @@ class _Partitioner:
         ]
 
     def _searched(self, memory: Memory | None) -> tuple[list[TimedStage], States, float]:
-        """The best stages that fit, the states they are between, and what no plan beats."""
+        """Return the best stages that fit, the states they are between, and the seconds that no plan beats."""
         if memory is None or self._devices.is_as_fast_within_memory(self._states, self._max_replicas):
             return self._bounded(memory)
         stages, states, bound = self._bounded(None)
@@ -185,7 +185,10 @@ class _Partitioner:
             raise self._too_little(memory, needed)
 
     def _too_little(self, memory: Memory, needed: float) -> PartitionError:
-        """needed: what any plan between the states needs on one level, and so on several."""
+        """Return an error that says how many bytes any plan needs.
+
+        needed: bytes on one level, which is a bound for several.
+        """
         states, levels = self._states, self._topology.levels
         can_search = self._devices.affordable(states.count, states.count, self._max_replicas, memory) is None
         if len(levels) > 1 and can_search:
@@ -199,7 +202,7 @@ class _Partitioner:
         )
 
     def _best(self, max_replicas: int, memory: Memory | None, acceptable_gap: float) -> tuple[list[TimedStage], States]:
-        """The best stages, and the states they are between; where to search all takes too long, good ones.
+        """Return the best stages, and the states they are between; where to search all takes too long, good ones.
 
         acceptable_gap: of plans that are good enough.
         """
@@ -225,7 +228,7 @@ class _Partitioner:
     def _among_some(
         self, order: States, count: int, max_replicas: int, memory: Memory | None
     ) -> list[tuple[list[TimedStage], States]]:
-        """The best ones between so many states of the order; and between those near to theirs."""
+        """Return the best stages between so many states of the order, and between states near to those."""
         found = []
         kept = self._some_cuts(order, count, memory)
         for _ in range(_REFINEMENTS + 1):
@@ -240,21 +243,24 @@ class _Partitioner:
         return found
 
     def _bound(self, max_replicas: int, memory: Memory | None) -> float:
-        """Seconds that no plan beats."""
+        """Return seconds that no plan beats."""
         key = max_replicas, memory
         if key not in self._bounds:
             self._bounds[key] = self._devices.lower_bound(self._states, self._profile, max_replicas, memory)
         return self._bounds[key]
 
     def _some_cuts(self, order: States, count: int, memory: Memory | None) -> list[int]:
-        """So many places to cut, among them those of a plan that fits, so that one is found where there is one."""
+        """Return so many places to cut.
+
+        Those of a plan that fits are among them, so that a plan is found where there is one.
+        """
         if memory is None or count == order.count:
             return evenly(order.count, count)
         thrifty = min_memory(order, memory, self._topology.devices, self._max_replicas).cuts
         return sorted({*evenly(order.count, max(2, count - len(thrifty))), *thrifty})
 
     def _others(self, memory: Memory | None) -> list[Plan]:
-        """Plans of simpler kinds that keep to the limits."""
+        """Return plans of simpler kinds that keep to the limits."""
         ends = self._states.only([0, self._states.count - 1])
         kinds: list[tuple[str, States, int]] = [("one device", ends, 1)]
         if self._max_replicas > 1:

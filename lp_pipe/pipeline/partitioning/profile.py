@@ -1,4 +1,4 @@
-"""What a model's layers cost: seconds, bytes, and who reads whose output. Needs no torch."""
+"""Costs of a model's layers: seconds, bytes, and which layers read their output. Needs no torch."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _MEASURED = ("forward_spread_s", "backward_spread_s", "peak_bytes", "stash_bytes
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer, for one micro-batch.
+    """The costs of one layer, for one micro-batch.
 
     forward_s, backward_s: medians. activation_bytes: of its output. What was not measured is None: backward_weight_s,
     the part of backward_s that is for its parameters' gradients; forward_spread_s and backward_spread_s, between the
@@ -50,19 +50,20 @@ class LayerProfile:
 
     @property
     def kept_bytes(self) -> float:
-        """What waits for its backward: where that was not measured, its output."""
+        """Return the bytes that wait for its backward: where that was not measured, its output."""
         return self.activation_bytes if self.stash_bytes is None else self.stash_bytes
 
     @property
     def backward_input_s(self) -> float | None:
-        """The part of backward_s that is for the layer's inputs, as far as that is known."""
+        """Return the part of backward_s that is for the layer's inputs, as far as that is known."""
         return None if self.backward_weight_s is None else self.backward_s - self.backward_weight_s
 
 
 @dataclass(frozen=True)
 class Profile:
-    """All layers of a model. edges: (name, name of a layer that reads its output); without: a chain in this order.
+    """The costs of all layers of a model.
 
+    edges: (name, name of a layer that reads its output); without: a chain in this order.
     microbatches: of a step of the program that was profiled, where the profile is of a program.
 
     Raises:
@@ -86,14 +87,14 @@ class Profile:
 
     @property
     def links(self) -> list[tuple[int, int]]:
-        """The edges by index, each once; those of a chain, too."""
+        """Return the edges by index, each once, also those of a chain."""
         if self.edges is None:
             return list(pairwise(range(len(self.layers))))
         index = {layer.name: place for place, layer in enumerate(self.layers)}
         return sorted({(index[source], index[reader]) for source, reader in self.edges})
 
     def order(self) -> list[int]:
-        """The layers by index, each behind what it reads; those that are free as they are listed."""
+        """Return the layers by index, each behind those that it reads, else in the order in which they are listed."""
         readers: list[list[int]] = [[] for _ in self.layers]
         waits = [0] * len(self.layers)
         for source, reader in self.links:
@@ -135,7 +136,7 @@ class Profile:
         text = read_json(path)
         check_keys(text, required=("layers",), optional=("edges", "microbatches"), where=str(path))
         if not isinstance(text["layers"], list):
-            raise PartitionError(f"{path}: layers: a list of layers is needed, not {text['layers']!r}")
+            raise PartitionError(f"{path}: layers: must be a list of layers, not {text['layers']!r}")
         layers = [_layer(layer, f"{path}: layers[{place}]") for place, layer in enumerate(text["layers"])]
         edges = None if text.get("edges") is None else _pairs(text["edges"], str(path))
         with in_file(path, "profile"):
@@ -171,7 +172,7 @@ class Profile:
 
 def _layer(text: Any, where: str) -> LayerProfile:
     if not isinstance(text, dict):
-        raise PartitionError(f"{where}: an object with {', '.join(_KEYS)} is needed, not {text!r}")
+        raise PartitionError(f"{where}: must be an object with {', '.join(_KEYS)}, not {text!r}")
     check_keys(text, required=_KEYS, optional=("backward_weight_s", *_MEASURED), where=where)
     return LayerProfile(**text)
 
@@ -184,12 +185,12 @@ def _pairs(edges: Any, where: str) -> tuple[tuple[str, str], ...]:
 
 def _check_layers(layers: Sequence[LayerProfile], where: str) -> None:
     if not layers:
-        raise PartitionError(f"{where}: layers: there are none")
+        raise PartitionError(f"{where}: layers is empty: a model has at least one layer")
     seen: set[str] = set()
     for place, layer in enumerate(layers):
         at = f"{where}: layers[{place}]"
         if not isinstance(layer.name, str) or not layer.name:
-            raise PartitionError(f"{at}.name: {layer.name!r} is no name")
+            raise PartitionError(f"{at}.name: must be a text, not {layer.name!r}")
         if layer.name in seen:
             raise PartitionError(f"{at}.name: {layer.name!r} is taken by an earlier layer: names must differ")
         seen.add(layer.name)
@@ -208,9 +209,9 @@ def _check_edges(edges: Sequence[tuple[str, str]], names: Sequence[str], where: 
     for place, edge in enumerate(edges):
         for name in edge:
             if name not in known:
-                raise PartitionError(f"{where}: edges[{place}]: there is no layer {name!r}")
+                raise PartitionError(f"{where}: edges[{place}]: names an unknown layer {name!r}")
 
 
 def total_seconds(profile: Profile) -> float:
-    """Forward and backward of all layers, one after another on one device."""
+    """Return the seconds of all layers forward and backward, one after another on one device."""
     return math.fsum(layer.forward_s + layer.backward_s for layer in profile.layers)

@@ -1,4 +1,4 @@
-"""Why a plan is the one, in words."""
+"""Explanations in words of why a plan was chosen."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ _WORTH = 2  # beside its messages a stage computes at least so many times what t
 
 
 def reason(plan: Plan, profile: Profile, devices: int, recompute: str, inexact: str) -> str:
-    """What limits the plan, how much it gains over one device, and by how much it beats the others."""
+    """Say what limits the plan, how much it gains over one device, and by how much it beats the others."""
     parts = [f"{_counted(len(plan.stages), 'stage')} on {plan.devices} of {_counted(devices, 'device')}", _limit(plan)]
     one_device = total_seconds(profile)
     if plan.slowest_seconds > 0:
@@ -32,7 +32,7 @@ def reason(plan: Plan, profile: Profile, devices: int, recompute: str, inexact: 
 
 
 def too_short(plan: Plan, timings: Sequence[StageTiming], action_seconds: float) -> str:
-    """What to say of the shortest stage where it computes little beside what its cut costs; empty where it does not.
+    """Return a warning of the shortest stage where it computes little beside what its cut costs, else "".
 
     For each micro-batch a cut costs two actions of the engine, and a message each way, which travel at the same time.
     """
@@ -56,7 +56,7 @@ def too_short(plan: Plan, timings: Sequence[StageTiming], action_seconds: float)
 
 
 def with_schedule_chosen(plans: Sequence[Plan]) -> Plan:
-    """The plan with the shortest step; where there are several, its reason says what the others take."""
+    """Return the plan with the shortest step; of several, its reason says what the others take."""
     best = min(plans, key=_step)
     if len(plans) == 1:
         return best
@@ -66,7 +66,7 @@ def with_schedule_chosen(plans: Sequence[Plan]) -> Plan:
 
 
 def seconds(value: float) -> str:
-    """With a unit: 1.2 s, 35 ms, 8 µs."""
+    """Return the seconds with a unit: 1.2 s, 35 ms, 8 µs."""
     for unit, factor in (("s", 1), ("ms", 1e3), ("µs", 1e6)):
         if value * factor >= 1:
             return f"{value * factor:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""Where a model may be cut: the sets of layers that may already be done, as a lattice.
+"""The states between stages: the sets of layers that may already be done, as a lattice.
 
 A set is predecessor-closed: with a layer it has all that the layer reads. Of a chain these are the prefixes. Of a DAG
 each is told by its last layers, an antichain:
@@ -48,11 +48,11 @@ class States:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each set is within the next."""
+        """Return whether each set is within the next."""
         return bool(np.diagonal(self.within, 1).all())
 
     def only(self, kept: Sequence[int]) -> "States":
-        """Fewer places to cut, which must be the first and the last and any between."""
+        """Return fewer places to cut: the first, the last, and any between."""
         keep = np.array(kept)
         return States(
             self.members[keep],
@@ -67,18 +67,18 @@ class States:
         )
 
     def seconds(self, start: int, end: int, is_recomputed: bool) -> tuple[float, float]:
-        """Of the stage between two states: its forward, and all of its compute."""
+        """Return the seconds of the stage between two states: of its forward, and of all of its compute."""
         forward = max(0.0, float(self.forward[end] - self.forward[start]))
         once_more = forward if is_recomputed and not self.recomputes_all else 0.0
         return forward, max(0.0, float(self.compute[end] - self.compute[start])) + once_more
 
     def layers(self, start: int, end: int) -> list[int]:
-        """Of the stage between two states."""
+        """Return the layers of the stage between two states."""
         return [int(layer) for layer in np.flatnonzero(self.members[end] & ~self.members[start])]
 
 
 def states_of(profile: Profile, recompute: str, limit: int) -> States:
-    """All states of the profile, or, where there are more than `limit`, the prefixes of one order of the layers."""
+    """Return all states of the profile, or, of more than `limit`, the prefixes of one order of the layers."""
     sets = _closed_sets(profile, max(limit, len(profile.layers) + 1))
     is_complete = sets is not None
     members = _members(sets if sets is not None else _prefixes(profile.order()), len(profile.layers))
@@ -102,7 +102,7 @@ def states_of(profile: Profile, recompute: str, limit: int) -> States:
 
 
 def _closed_sets(profile: Profile, limit: int) -> list[int] | None:
-    """As bit masks, by size; None when there are more than `limit`."""
+    """Return the sets as bit masks, by size; None when there are more than `limit`."""
     needs = [0] * len(profile.layers)
     for source, reader in profile.links:
         needs[reader] |= 1 << source
@@ -136,7 +136,7 @@ def _members(sets: Sequence[int], layers: int) -> Bools:
 
 
 def _crossing(members: Bools, links: Sequence[tuple[int, int]], activations: Floats) -> Floats:
-    """A tensor crosses once where any of its readers is still to come."""
+    """Return the bytes that cross: each tensor once, if any of its readers is still to come."""
     awaited = np.zeros_like(members)
     for source, reader in links:
         awaited[:, source] |= members[:, source] & ~members[:, reader]

@@ -1,4 +1,4 @@
-"""What a whole step of a planned pipeline takes: the schedule, played with the stages' times, bubble and all."""
+"""The time of a whole step of a planned pipeline: its schedule is played with the stages' times, bubble included."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from lp_pipe.pipeline.schedule.run_order import run_order
 
 
 class StageTiming(NamedTuple):
-    """Of a stage, for one micro-batch on one of its replicas.
+    """The times of a stage, for one micro-batch on one of its replicas.
 
     backward_s: with the forward that a recomputed stage runs again. link_s: one way over the boundary before it.
     exchange_s: its replicas' all-reduce, once a step.
@@ -23,7 +23,7 @@ class StageTiming(NamedTuple):
 
 
 def step_seconds(schedule: str, stages: Sequence[StageTiming], microbatches: int) -> float:
-    """From the first forward to the last gradient that is exchanged; without the optimizer.
+    """Return the seconds from the first forward to the last gradient that is exchanged; without the optimizer.
 
     Micro-batch j runs on replica j mod r. Messages take their time, but do not slow the stages or each other down.
 

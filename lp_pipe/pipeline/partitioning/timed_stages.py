@@ -1,4 +1,4 @@
-"""From the parts that a search has found to the stages of a plan, each with what it takes."""
+"""Conversion of the stages that a search has found to those of a plan, each with its seconds."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -50,7 +50,7 @@ class _InnermostStage(NamedTuple):
 
 
 def recomputed(parts: Sequence[NestedStage], states: States, memory: Memory | None, recompute: str) -> StageEnds:
-    """The stages that run their forward again: all, none, or those that would not fit otherwise."""
+    """Return the stages that run their forward again: all, none, or those that would not fit otherwise."""
     leaves = list(_leaves(parts))
     if recompute == "full":
         return frozenset((leaf.start, leaf.end) for leaf in leaves)
@@ -67,8 +67,9 @@ def recomputed(parts: Sequence[NestedStage], states: States, memory: Memory | No
 def timed_stages(
     parts: Sequence[NestedStage], states: States, levels: Sequence[Level], model: CostModel, again: StageEnds
 ) -> list[TimedStage]:
-    """The stages in order; one inside of a replicated stage takes part in its all-reduce, and has its replicas, too.
+    """Return the stages in order, each with its seconds.
 
+    A stage inside of a replicated stage takes part in its all-reduce, and has its replicas, too.
     again: those that are recomputed.
     """
     level = levels[-1]
@@ -92,7 +93,7 @@ def timed_stages(
 def as_plan(
     stages: Sequence[TimedStage], states: States, order: Sequence[int], names: Sequence[str], reason: str
 ) -> Plan:
-    """The plan, with the layers of each stage in an order in which they can run."""
+    """Return the plan, with the layers of each stage in an order in which they can run."""
     rank = {layer: place for place, layer in enumerate(order)}
     planned = tuple(
         PlannedStage(
@@ -110,12 +111,12 @@ def as_plan(
 
 
 def slowest(stages: Sequence[TimedStage]) -> float:
-    """Seconds of the slowest stage or side of a boundary."""
+    """Return the seconds of the slowest stage or side of a boundary."""
     return max(max(stage.seconds, stage.boundary_seconds) for stage in stages)
 
 
 def fits(stages: Sequence[TimedStage], states: States, memory: Memory) -> bool:
-    """Whether each stage keeps to the limit."""
+    """Return whether each stage keeps to the limit."""
     waiting = _waiting([stage.replicas for stage in stages], memory)
     return all(
         _bytes_needed(stage, states, memory, held) <= memory.limit for stage, held in zip(stages, waiting, strict=True)
@@ -123,7 +124,7 @@ def fits(stages: Sequence[TimedStage], states: States, memory: Memory) -> bool:
 
 
 def with_runners_up(plan: Plan, others: Sequence[Plan]) -> Plan:
-    """The others behind it, without those that are the same."""
+    """Return the plan with the others behind it, without those that are the same."""
     seen = {_shape(plan)}
     different: list[Plan] = []
     for other in sorted(others, key=lambda other: other.slowest_seconds):
@@ -138,20 +139,23 @@ def _shape(plan: Plan) -> tuple[tuple[tuple[str, ...], int], ...]:
 
 
 def _leaves(parts: Sequence[NestedStage], copies: int = 1) -> Iterator[_InnermostStage]:
-    """copies: of the whole of them, over the levels above."""
+    """Yield the innermost stages.
+
+    copies: of the whole of them, over the levels above.
+    """
     for part in parts:
         replicas = copies * part.replicas
         yield from _leaves(part.inside, replicas) if part.inside else [_InnermostStage(part.start, part.end, replicas)]
 
 
 def _waiting(replicas: Sequence[int], memory: Memory) -> list[Waiting]:
-    """Of each stage's replicas."""
+    """Return what each stage's replicas hold."""
     from_here = reversed(list(accumulate(reversed(replicas))))
     return [memory.waiting_on(own, total - own) for own, total in zip(replicas, from_here, strict=True)]
 
 
 def _bytes_needed(stage: TimedStage, states: States, memory: Memory, waiting: Waiting) -> float:
-    """Of each of the stage's devices."""
+    """Return the bytes of each of the stage's devices."""
     if not stage.is_recomputed:
         return _kept(stage.start, stage.end, states, memory, waiting)
     parameters = states.parameters[stage.end] - states.parameters[stage.start]
@@ -165,14 +169,14 @@ def _kept(start: int, end: int, states: States, memory: Memory, waiting: Waiting
 
 
 def _alone(part: NestedStage, states: States, again: StageEnds) -> TimedStage:
-    """On one device."""
+    """Return the stage on one device."""
     is_recomputed = (part.start, part.end) in again
     forward, seconds = states.seconds(part.start, part.end, is_recomputed)
     return TimedStage(part.start, part.end, 1, seconds, 0.0, forward, seconds - forward, is_recomputed=is_recomputed)
 
 
 def _replicated(stage: TimedStage, part: NestedStage, states: States, level: Level, model: CostModel) -> TimedStage:
-    """A stage inside of a part that has replicas on this level."""
+    """Return a stage inside of a part that has replicas on this level."""
     parameters = float(states.parameters[part.end] - states.parameters[part.start])
     own = float(states.parameters[stage.end] - states.parameters[stage.start])
 

@@ -19,7 +19,7 @@ from lp_pipe.pipeline.partitioning.fields import (
 
 @dataclass(frozen=True)
 class Level:
-    """`count` things of the level below (devices, on the first) that are linked to each other.
+    """A number of things of the level below (devices, on the first) that are linked to each other.
 
     bandwidth: bytes per second of each one's link. latency: seconds a message takes besides. speeds: of each device, on
     the first level: 1 is that of the profiled one, 0.5 takes twice as long; None: all have 1.
@@ -38,7 +38,9 @@ class Level:
 
 @dataclass(frozen=True)
 class Topology:
-    """Levels from the innermost outwards: devices of a host, hosts of a rack. memory: bytes of each device.
+    """The levels from the innermost outwards: devices of a host, hosts of a rack.
+
+    memory: bytes of each device.
 
     Raises:
         PartitionError: a level has no devices, or no bandwidth; names the field.
@@ -50,11 +52,11 @@ class Topology:
     def __post_init__(self) -> None:
         object.__setattr__(self, "levels", tuple(self.levels))
         if not self.levels:
-            raise PartitionError("topology: levels: there are none; give at least one Level")
+            raise PartitionError("topology: levels is empty: give at least one Level")
         for place, level in enumerate(self.levels):
             at = f"topology: levels[{place}]"
             if not isinstance(level.name, str) or not level.name:
-                raise PartitionError(f"{at}.name: {level.name!r} is no name")
+                raise PartitionError(f"{at}.name: must be a text, not {level.name!r}")
             checked_count(level.count, f"{at}.count (level {level.name!r})")
             checked_number(level.bandwidth, f"{at}.bandwidth (level {level.name!r})", above_zero=True)
             checked_number(level.latency, f"{at}.latency (level {level.name!r})")
@@ -64,11 +66,11 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """All devices of all levels."""
+        """Return the number of devices of all levels."""
         return math.prod(level.count for level in self.levels)
 
     def save(self, path: str | Path) -> None:
-        """Write it as TOML."""
+        """Write the topology as TOML."""
         lines = [] if self.memory is None else [f"memory = {self.memory!r}  # bytes of each device", ""]
         for level in self.levels:
             lines += ["[[levels]]", f"name = {toml_string(level.name)}", f"count = {level.count}"]

@@ -1,4 +1,4 @@
-"""Where a search of all cuts would take too long: fewer of them, and how fast the best plan can be at most."""
+"""The choice of fewer cuts where a search of all of them would take too long."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ _MOST_WORK = 2e8  # numbers compared, a second or two
 
 
 def work(states: int, levels: tuple[Level, ...], memory: Memory | None) -> float:
-    """About how many numbers a search compares."""
+    """Return about how many numbers a search compares."""
     total = 0.0
     devices = 1
     for depth, level in enumerate(levels, start=1):
@@ -35,13 +35,16 @@ def work(states: int, levels: tuple[Level, ...], memory: Memory | None) -> float
 
 
 def _behind(levels: tuple[Level, ...], depth: int) -> int:
-    """How many different numbers of devices may be behind for each replica that the levels above `depth` make."""
+    """Return how many numbers of devices may be behind each replica that the levels above `depth` make."""
     devices, copies = (int(np.prod([level.count for level in some])) for some in (levels, levels[depth:]))
     return sum(-(-devices // replicas) for replicas in range(1, copies + 1))
 
 
 def affordable(states: int, most: int, levels: tuple[Level, ...], memory: Memory | None) -> int | None:
-    """How many states, of `most` that are each within the next, can be searched in seconds; None: all `states` can."""
+    """Return how many states can be searched in seconds; None: all `states` can.
+
+    most: states that are each within the next, of which the result is a part.
+    """
     most_work = _MOST_WORK if memory is None else 2 * _MOST_WORK  # in tables so small that they take no longer
     if work(states, levels, memory) <= most_work:
         return None
@@ -52,12 +55,12 @@ def affordable(states: int, most: int, levels: tuple[Level, ...], memory: Memory
 
 
 def near(cuts: Sequence[int], count: int, kept: int) -> list[int]:
-    """Of the first `count` numbers so many that are nearest to one of the cuts, with the first and the last."""
+    """Return the `kept` of the first `count` numbers that are nearest to the cuts, with the first and the last."""
     distances = np.abs(np.arange(count)[:, None] - np.array(cuts)[None, :]).min(axis=1)
     distances[[0, -1]] = 0
     return sorted(int(number) for number in np.argsort(distances, kind="stable")[:kept])
 
 
 def evenly(count: int, kept: int) -> list[int]:
-    """So many of the first `count` numbers, with the first and the last."""
+    """Return `kept` of the first `count` numbers, evenly spaced, with the first and the last."""
     return [int(number) for number in np.linspace(0, count - 1, kept).astype(int)]
