@@ -16,11 +16,11 @@ from lp_pipe.checkpoint.lost_parts import LostParts
 from lp_pipe.checkpoint.parts import SavesItself, Stateful, Trainable, saves_itself
 from lp_pipe.checkpoint.poison import Poison, TryAgain
 from lp_pipe.checkpoint.ranking import Ranking
-from lp_pipe.checkpoint.shared import check_is_shared
+from lp_pipe.checkpoint.shared_folder import check_is_shared
 from lp_pipe.context import context, current_context, stop_event
 from lp_pipe.errors import CheckpointError, StateLost, Unavailable, add_note
 from lp_pipe.telemetry.events import EventLog
-from lp_pipe.telemetry.numbers import as_numbers
+from lp_pipe.telemetry.metrics import as_numbers
 from lp_pipe.telemetry.run_folder import RunFolder
 
 _log = logging.getLogger(__name__)

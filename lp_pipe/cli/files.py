@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lp_pipe.cli.errors import UsageError
-from lp_pipe.telemetry.whole_file import write_whole
+from lp_pipe.telemetry.file_writing import write_atomically
 
 
 def output_path(text: str, suffixes: Iterable[str]) -> Path:
@@ -25,6 +25,6 @@ def write_file(path: Path, text: str) -> None:
         UsageError: it cannot be written; an older one stays as it was.
     """
     try:
-        write_whole(path, text)
+        write_atomically(path, text)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error

@@ -18,7 +18,7 @@ OnUnfinished = Callable[[str, str | None, Unfinished], None]
 
 
 class LineStream(io.TextIOBase):
-    """A text stream that passes on whole lines, as a NodeStream also those of nodes that are processes.
+    """A text stream that passes on whole lines, as a NodeOutputStream also those of nodes that are processes.
 
     Every thread has its own unfinished line: nodes may be threads. These are passed on by `look`.
     """

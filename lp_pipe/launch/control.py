@@ -21,7 +21,7 @@ from lp_pipe.launch.run_records import Entry, Outcome, RunRecord, record_in
 from lp_pipe.program import Program
 from lp_pipe.rpc import Server
 from lp_pipe.telemetry.events import EventLog
-from lp_pipe.telemetry.whole_file import write_whole
+from lp_pipe.telemetry.file_writing import write_atomically
 
 _LAST_ANSWERS_S = 5.0  # a limit: answers take milliseconds, and longer on a machine that does other things
 
@@ -90,7 +90,7 @@ class ControlPoint:
         self._events.write("start", program=self._program.name, mode=self._mode, pid=os.getpid())
         self._coordinator.keep_events(self._events)
         with contextlib.suppress(OSError):  # for people who look at the run later: no reason to end it
-            write_whole(self._folder.graph, GraphView.of(self._program, self._mode).to_json())
+            write_atomically(self._folder.graph, GraphView.of(self._program, self._mode).to_json())
 
     def open(self) -> None:
         """Make the run known; called once the host has started: only then the run has its mark."""

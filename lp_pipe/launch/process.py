@@ -39,7 +39,7 @@ from lp_pipe.launch.processes.template_process import ORPHAN_S
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry import crashes
 from lp_pipe.telemetry.log_files import LogFiles, LogOutput
-from lp_pipe.telemetry.logs import LogPump
+from lp_pipe.telemetry.log_pump import LogPump
 from lp_pipe.telemetry.metrics import MetricsLog
 
 _log = logging.getLogger(__name__)

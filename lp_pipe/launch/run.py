@@ -29,7 +29,7 @@ from lp_pipe.program import Program
 from lp_pipe.rpc.fork_guard import ForkGuard
 from lp_pipe.telemetry.console import console
 from lp_pipe.telemetry.metrics import MetricsLog
-from lp_pipe.telemetry.some_names import some
+from lp_pipe.telemetry.names import name_list
 
 _TERM_TO_KILL_S = 1.0
 _NAMED_AT_MOST = 5
@@ -365,7 +365,7 @@ class Run:
             _log.warning(
                 "did not end within the grace of %g s after the stop: %s; processes get SIGTERM, threads are left",
                 self._coordinator.plan.grace_s,
-                some(late),
+                name_list(late),
             )
         self._host.terminate(late)
         if self._coordinator.wait_for_end(node_ids, _TERM_TO_KILL_S):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from lp_pipe.connections import unix
 from lp_pipe.launch.processes.process_tree import start_time
 from lp_pipe.telemetry.run_folder import RunFolder
-from lp_pipe.telemetry.whole_file import write_whole
+from lp_pipe.telemetry.file_writing import write_atomically
 from lp_pipe.user_folders import make_private, state_folder
 
 
@@ -175,7 +175,7 @@ def _readable(folder: Path) -> Iterator[tuple[Path, RunRecord]]:
 
 def _write(path: Path, record: RunRecord) -> None:
     """Write the file as a whole, because other processes may read it at any time."""
-    write_whole(path, json.dumps(asdict(record), indent=1, default=str) + "\n")
+    write_atomically(path, json.dumps(asdict(record), indent=1, default=str) + "\n")
 
 
 _FIELDS = {one.name for one in fields(RunRecord)}

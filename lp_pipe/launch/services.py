@@ -8,7 +8,7 @@ from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
 from lp_pipe.rpc.fork_guard import ForkGuard, no_endpoint
-from lp_pipe.telemetry.numbers import as_numbers
+from lp_pipe.telemetry.metrics import as_numbers
 
 
 class _OutsideOfNodes:

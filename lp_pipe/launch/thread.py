@@ -22,7 +22,7 @@ from lp_pipe.launch.processes.execute import run_node, run_setup
 from lp_pipe.launch.services import LocalServices
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog
-from lp_pipe.telemetry.thread_stack import stack_of
+from lp_pipe.telemetry.tracebacks import stack_of
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from lp_pipe.nodes.base import Node
 from lp_pipe.nodes.colocation import Colocation
 from lp_pipe.nodes.run_node import is_caused_by_peer, run_to_end
 from lp_pipe.telemetry import waits
-from lp_pipe.telemetry.thread_stack import stack_of
+from lp_pipe.telemetry.tracebacks import stack_of
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from lp_pipe.errors import Unavailable
 from lp_pipe.nodes.base import Node
 from lp_pipe.rpc.remote_error import text_of
 from lp_pipe.telemetry import waits
-from lp_pipe.telemetry.thread_stack import stack_of
+from lp_pipe.telemetry.tracebacks import stack_of
 
 _log = logging.getLogger(__name__)
 

@@ -120,9 +120,9 @@ class Server:
         """Return a context manager that records that the thread runs a handler."""
         return waits.waiting(waits.HANDLER, self._wait_target, method, node=self._node)
 
-    def _describe_pool(self) -> waits.Pool:
+    def _describe_pool(self) -> waits.PoolStatus:
         quick = tuple(name for name, is_quick in list(self._is_quick.items()) if is_quick)
-        return waits.Pool(self.endpoint, self._thread_pool_size, self._active, quick)
+        return waits.PoolStatus(self.endpoint, self._thread_pool_size, self._active, quick)
 
     def _wait_until_idle(self, deadline: float) -> None:
         if self._caller_queue is not None:

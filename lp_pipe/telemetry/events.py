@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lp_pipe.telemetry.appended_file import AppendedFile
+from lp_pipe.telemetry.file_writing import AppendOnlyFile
 
 
 class EventLog:
@@ -18,7 +18,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = AppendedFile(path)
+        self._file = AppendOnlyFile(path)
 
     def write(self, event: str, node: str | None = None, **facts: Any) -> None:
         """Append one event; `node` is None for the run as a whole."""

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from lp_pipe.telemetry.appended_file import AppendedFile
 from lp_pipe.telemetry.console import console
 from lp_pipe.telemetry.file_names import log_names, node_of_log
+from lp_pipe.telemetry.file_writing import AppendOnlyFile, write_atomically
 from lp_pipe.telemetry.run_folder import RunFolder
 from lp_pipe.telemetry.terminal_lines import Unfinished
-from lp_pipe.telemetry.whole_file import write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class LogOutput(Protocol):
 
 
 @runtime_checkable
-class NodeStream(Protocol):
+class NodeOutputStream(Protocol):
     """A stand-in for sys.stdout or sys.stderr that wants to know which node printed a line."""
 
     def node_lines(self, node_id: str, lines: list[str]) -> None: ...
@@ -52,7 +51,7 @@ class LogFiles:
     def __init__(self, run_folder: RunFolder, node_ids: Iterable[str]) -> None:
         self._folder = run_folder.logs
         self._names = log_names(node_ids)
-        self._files: dict[str, AppendedFile] = {}
+        self._files: dict[str, AppendOnlyFile] = {}
         self._begun: dict[str, tuple[bool, bytes]] = {}  # by node: stream and text of a line without its end
         self._is_whole = True
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +66,7 @@ class LogFiles:
         self._begun.pop(node_id, None)
         texts = [line.decode(errors="replace") for line in lines]
         target = sys.stderr if is_stderr else sys.stdout
-        if isinstance(target, NodeStream):
+        if isinstance(target, NodeOutputStream):
             target.node_lines(node_id, texts)
         else:
             console.write(node_id, is_stderr, texts)
@@ -77,7 +76,7 @@ class LogFiles:
             self._keep(node_id, is_stderr, unfinished.text)
             self._begun[node_id] = is_stderr, unfinished.text
         target = sys.stderr if is_stderr else sys.stdout
-        if isinstance(target, NodeStream):
+        if isinstance(target, NodeOutputStream):
             target.node_unfinished(node_id, unfinished)
         else:
             console.show(node_id, is_stderr, unfinished.text.decode(errors="replace"), unfinished.is_settled)
@@ -99,7 +98,7 @@ class LogFiles:
     def _append(self, node_id: str, data: bytes) -> None:
         file = self._files.get(node_id)
         if file is None:
-            file = self._files[node_id] = AppendedFile(self.path(node_id))
+            file = self._files[node_id] = AppendOnlyFile(self.path(node_id))
         if file.opened().write(data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path(node_id)))
 
@@ -117,4 +116,4 @@ def _write_index(folder: RunFolder, names: Mapping[str, str]) -> None:
     if unclear:
         with contextlib.suppress(OSError):  # as for the lines themselves: the run goes on
             index = {**folder.node_ids_of_logs(), **unclear}
-            write_whole(folder.log_index, json.dumps(index, indent=1) + "\n")
+            write_atomically(folder.log_index, json.dumps(index, indent=1) + "\n")

@@ -3,14 +3,16 @@
 import json
 import logging
 import math
+import operator
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lp_pipe.telemetry.appended_file import AppendedFile
+from lp_pipe.telemetry.file_writing import AppendOnlyFile
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class MetricsLog:
     def __init__(self, path: Path, sinks: tuple[Sink, ...] = ()) -> None:
         self._path = path
         self._sinks = sinks
-        self._file = AppendedFile(path)
+        self._file = AppendOnlyFile(path)
         self._lock = threading.RLock()  # code that interrupts a thread in `record` may record as well
         self._warned_of: set[int] = set()
 
@@ -90,3 +92,43 @@ def _to_json(record: MetricsRecord) -> str:
     # JSON has no NaN or infinity; as strings they survive every reader.
     values = {key: value if math.isfinite(value) else str(value) for key, value in record.values.items()}
     return json.dumps({"time": round(record.time, 3), "node": record.node, "step": record.step, "values": values})
+
+
+def as_numbers(metrics: Mapping[str, Any], step: Any) -> tuple[dict[str, float], int | None]:
+    """The arguments of `log_metrics`, without numpy's and torch's kinds of numbers.
+
+    Raises:
+        TypeError: no dict, a value is no number, a name no text, or step no int.
+        ValueError: a name cannot be encoded.
+    """
+    if not hasattr(metrics, "items"):
+        raise TypeError(f"log_metrics({metrics!r}): a dict of names and numbers is needed, such as {{'loss': 0.5}}")
+    return {_name(name): _number(name, value) for name, value in metrics.items()}, _step(step)
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"log_metrics: the name {name!r} of a metric is not a str")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"log_metrics: the name {name!r} of a metric has half a surrogate pair: no text") from error
+    return str(name)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, str | bytes):  # float() would read some of them
+            raise TypeError("a text")
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: torch, of several elements
+        raise TypeError(
+            f"log_metrics: {name!r} is of type {type(value).__name__}, but one number is needed ({error})"
+        ) from error
+
+
+def _step(step: Any) -> int | None:
+    try:
+        return None if step is None else operator.index(step)
+    except TypeError:
+        raise TypeError(f"log_metrics: step={step!r}: an int is needed") from None

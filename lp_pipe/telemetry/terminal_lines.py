@@ -40,7 +40,7 @@ def _is_edited(raw: bytes) -> bool:
 
 
 @dataclass
-class _Row:
+class _TerminalRow:
     raw: bytes = b""
     left_at: float = 0.0
 
@@ -56,7 +56,7 @@ class TerminalLines:
     """
 
     def __init__(self) -> None:
-        self._rows = [_Row()]
+        self._rows = [_TerminalRow()]
         self._cursor = 0
         self._is_drawing = False
         self._incomplete = b""  # the beginning of an escape sequence
@@ -185,7 +185,7 @@ class TerminalLines:
         row.raw, row.left_at = row.raw.removesuffix(b"\r"), now
         self._cursor += 1
         if self._cursor == len(self._rows):
-            self._rows.append(_Row())
+            self._rows.append(_TerminalRow())
         else:
             below = self._rows[self._cursor]
             below.raw = below.raw + b"\r" if _rendered(below.raw) else b""

@@ -1,7 +1,10 @@
 """Tracebacks for people: the user's own frames in a line each, everybody else's folded."""
 
 import re
+import sys
 import sysconfig
+import threading
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -22,7 +25,7 @@ _MAX_LETTERS = 160
 
 
 @dataclass
-class _Frame:
+class _PrintedFrame:
     file: str
     line: int
     function: str
@@ -30,10 +33,10 @@ class _Frame:
 
 
 @dataclass
-class _Block:
+class _PrintedException:
     """One exception: its frames, the first line of what it says, and those behind it."""
 
-    frames: list[_Frame] = field(default_factory=list)
+    frames: list[_PrintedFrame] = field(default_factory=list)
     error: str = ""
     more: list[str] = field(default_factory=list)
     is_member: bool = False  # of an exception group
@@ -93,23 +96,23 @@ def owners_of_frames(lines: Iterable[str]) -> set[str | None]:
     return {owner_of(frame["file"]) for line in lines if (frame := _FRAME.match(line))}
 
 
-def _blocks(text: str) -> list[_Block]:
+def _blocks(text: str) -> list[_PrintedException]:
     """One for each exception, in the order of the text: a cause before its effect, a remote error after its call.
 
     The members of an exception group follow it.
     """
     has_groups = _GROUP_HEADER in text
-    found: list[_Block] = []
-    block = group = _Block()  # of lines before the first header
+    found: list[_PrintedException] = []
+    block = group = _PrintedException()  # of lines before the first header
     for line in text.splitlines():
         if has_groups:
             line = _MARGIN.sub("", line, count=1)
         separator = _SEPARATOR.match(line) if has_groups and found else None
         if separator:
             group = group if block.is_member else block
-            block = _Block(is_member=True) if separator["member"] else group
+            block = _PrintedException(is_member=True) if separator["member"] else group
         elif line.strip().removeprefix("+ ") in (_HEADER, _GROUP_HEADER):
-            block = _Block(is_member=block.is_member) if block.frames or block.error else block
+            block = _PrintedException(is_member=block.is_member) if block.frames or block.error else block
         else:
             if found:
                 _add(line, block)
@@ -119,34 +122,34 @@ def _blocks(text: str) -> list[_Block]:
     return found
 
 
-def _add(line: str, block: _Block) -> None:
+def _add(line: str, block: _PrintedException) -> None:
     frame = _FRAME.match(line)
     if block.error:
         block.more.append(line)
     elif frame:
-        block.frames.append(_Frame(frame["file"], int(frame["line"]), frame["function"] or ""))
+        block.frames.append(_PrintedFrame(frame["file"], int(frame["line"]), frame["function"] or ""))
     elif line and not line.startswith(" "):
         block.error = line
     elif block.frames and not block.frames[-1].source:
         block.frames[-1].source = line.strip()
 
 
-def _last(text: str) -> _Block:
+def _last(text: str) -> _PrintedException:
     """The last exception, or the group that it is in."""
-    *_, last = [_Block(), *(block for block in _blocks(text) if not block.is_member)]
+    *_, last = [_PrintedException(), *(block for block in _blocks(text) if not block.is_member)]
     return last
 
 
-def _members(blocks: list[_Block]) -> list[_Block]:
+def _members(blocks: list[_PrintedException]) -> list[_PrintedException]:
     """Each once, where it has its frames: a remote error repeats those of the group that it stands for."""
-    found: dict[str, _Block] = {}
+    found: dict[str, _PrintedException] = {}
     for block in blocks:
         if block.is_member and block.error:
             found.setdefault(block.error, block)
     return list(found.values())
 
 
-def _folded(frames: list[_Frame], folder: Path | None) -> Iterator[str]:
+def _folded(frames: list[_PrintedFrame], folder: Path | None) -> Iterator[str]:
     is_own = [owner_of(frame.file) is None for frame in frames]
     if any(is_own):
         frames = frames[is_own.index(True) :]  # how lp_pipe came to call the user's code is nobody's concern
@@ -157,12 +160,12 @@ def _folded(frames: list[_Frame], folder: Path | None) -> Iterator[str]:
             yield from (_described(frame, folder) for frame in members)
 
 
-def _fold(frames: list[_Frame]) -> str:
+def _fold(frames: list[_PrintedFrame]) -> str:
     owners = dict.fromkeys(owner for frame in frames if (owner := owner_of(frame.file)))
     return f"  … {len(frames)} frame{'s' if len(frames) > 1 else ''} of {', '.join(owners)}"
 
 
-def _described(frame: _Frame, folder: Path | None) -> str:
+def _described(frame: _PrintedFrame, folder: Path | None) -> str:
     path = Path(frame.file)
     shown = path.relative_to(folder) if folder is not None and path.is_relative_to(folder) else path
     function = f" in {frame.function}" if frame.function else ""
@@ -178,3 +181,10 @@ def owner_of(file: str) -> str | None:
     if installed:
         return installed[1]
     return "the standard library" if file.startswith((_STDLIB, "<frozen ")) else None
+
+
+def stack_of(thread: threading.Thread) -> str:
+    """Its Python stack right now; in words where it has none, because it has ended meanwhile."""
+    frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
+    # Without a frame traceback would give the stack of the caller.
+    return "".join(traceback.format_stack(frame)) if frame is not None else "(it has just ended)"

@@ -120,7 +120,7 @@ class Activity(NamedTuple):
         return self.kind in WAITS
 
 
-class Pool(NamedTuple):
+class PoolStatus(NamedTuple):
     """The threads of a server.
 
     size: 0 for inline. active: calls in progress, also those that need no thread. quick: methods that need none.
@@ -132,10 +132,10 @@ class Pool(NamedTuple):
     quick: tuple[str, ...]
 
 
-_pools: dict[str, "weakref.WeakMethod[Callable[[], Pool]]"] = {}
+_pools: dict[str, "weakref.WeakMethod[Callable[[], PoolStatus]]"] = {}
 
 
-def add_pool(endpoint: str, describe: Callable[[], Pool]) -> None:
+def add_pool(endpoint: str, describe: Callable[[], PoolStatus]) -> None:
     """A server listens from now on; `describe` is its method."""
     _pools[endpoint] = weakref.WeakMethod(describe)
 
@@ -144,7 +144,7 @@ def remove_pool(endpoint: str) -> None:
     _pools.pop(endpoint, None)
 
 
-def pools() -> list[Pool]:
+def pools() -> list[PoolStatus]:
     """The servers of this process."""
     found = [(endpoint, reference()) for endpoint, reference in list(_pools.items())]
     return [describe() for _, describe in found if describe is not None]

@@ -1,13 +1,14 @@
 """Tracebacks in few lines."""
 
 import json
+import threading
 import traceback
 from pathlib import Path
 
 import lp_pipe
 from lp_pipe.errors import noting
 from lp_pipe.rpc import remote_error
-from lp_pipe.telemetry.tracebacks import fold_traceback, notes
+from lp_pipe.telemetry.tracebacks import fold_traceback, notes, stack_of
 
 HERE = Path(__file__).parent
 FRAMEWORK = Path(lp_pipe.__file__).parent / "rpc" / "client.py"
@@ -147,3 +148,19 @@ def group() -> BaseException:
             raise ExceptionGroup("of tasks", [caught, KeyError("b")])
     except ExceptionGroup as error:
         return error
+
+
+def test_a_threads_stack_is_its_own_and_not_the_callers() -> None:
+    def wait_inside() -> None:
+        is_inside.set()
+        release.wait(20)
+
+    is_inside, release = threading.Event(), threading.Event()
+    thread = threading.Thread(target=wait_inside)
+    thread.start()
+    assert is_inside.wait(20)
+    assert "in wait_inside" in stack_of(thread)
+    release.set()
+    thread.join()
+    # Of one that ended while it was named, a warning showed where the one who warned was.
+    assert stack_of(thread) == "(it has just ended)"

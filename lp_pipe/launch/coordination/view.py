@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from lp_pipe.protos import supervision_pb2 as wire
-from lp_pipe.telemetry.waits import Activity, Pool
+from lp_pipe.telemetry.waits import Activity, PoolStatus
 
 _FIELDS = [name for name in Activity._fields if name != "node"]
 
@@ -18,14 +18,14 @@ class View(NamedTuple):
     """
 
     activities: list[Activity]
-    pools: list[Pool]
+    pools: list[PoolStatus]
     positions: list[str]
     node: str = ""
     silence_s: float = 0.0
     process_state: str = ""
 
 
-def to_wire(activities: Iterable[Activity], pools: Iterable[Pool], positions: Iterable[str]) -> wire.Waits:
+def to_wire(activities: Iterable[Activity], pools: Iterable[PoolStatus], positions: Iterable[str]) -> wire.Waits:
     """What a process says of itself; its node is known by the stream."""
     return wire.Waits(
         activities=[wire.Activity(**{name: getattr(one, name) for name in _FIELDS}) for one in activities],
@@ -38,7 +38,7 @@ def from_wire(message: wire.Waits, node_id: str) -> View:
     """What the process of a node has said."""
     return View(
         [Activity(node_id, *(getattr(one, name) for name in _FIELDS)) for one in message.activities],
-        [Pool(one.endpoint, one.size, one.active, tuple(one.quick)) for one in message.pools],
+        [PoolStatus(one.endpoint, one.size, one.active, tuple(one.quick)) for one in message.pools],
         list(message.positions),
         node_id,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent, kill_all
 from lp_pipe.telemetry.file_names import file_name
-from lp_pipe.telemetry.signal_names import signal_name
+from lp_pipe.telemetry.names import signal_name
 
 _KEPT_LINES = 20
 _KEPT_LINE_BYTES = 4096

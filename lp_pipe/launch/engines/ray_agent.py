@@ -16,7 +16,7 @@ from typing import Any
 
 from lp_pipe.launch.engines.base import StartedAgent
 from lp_pipe.telemetry.file_names import file_name
-from lp_pipe.telemetry.signal_names import signal_name
+from lp_pipe.telemetry.names import signal_name
 
 _KEPT_LINES = 20
 _PATIENCE_S = 2.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.hangs.wait_graph import ThreadActivities, Wait, WaitGraph, threads_of
-from lp_pipe.telemetry.some_names import some
+from lp_pipe.telemetry.names import name_list
 from lp_pipe.telemetry.waits import CALL, DEBUGGER, HANDLER, RANKS, RECEIVE, RESOLVE, SEND, Activity
 
 ENDED = ("finished", "failed", "stopped")
@@ -61,8 +61,8 @@ def idle_text(graph: WaitGraph) -> str:
     up = [node for node, state in graph.states.items() if state not in ENDED]
     has = "has" if len(ended) == 1 else "have"
     return (
-        f"{some(ended)} {has} ended; only servers are left ({some(up)}): they serve until lp.stop(), which a node "
-        "calls when its work is done, or until `lp_pipe stop`"
+        f"{name_list(ended)} {has} ended; only servers are left ({name_list(up)}): they serve until lp.stop(), which a "
+        "node calls when its work is done, or until `lp_pipe stop`"
     )
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lp_pipe.launch.coordination.view import View
-from lp_pipe.telemetry.waits import CALL, HANDLER, MAIN, RESOLVE, Activity, Pool
+from lp_pipe.telemetry.waits import CALL, HANDLER, MAIN, RESOLVE, Activity, PoolStatus
 
 LAUNCHER = "the launcher"
 WaitKey = tuple[str, int, float]
@@ -92,7 +92,7 @@ class WaitGraph:
         return sorted(found, key=lambda wait: -wait.activity.age_s)
 
     @cached_property
-    def pools(self) -> dict[str, Pool]:
+    def pools(self) -> dict[str, PoolStatus]:
         return {pool.endpoint: pool for view in self.views for pool in view.pools}
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lp_pipe.launch.engines.base import StartedAgent
-from lp_pipe.telemetry.some_names import some
+from lp_pipe.telemetry.names import name_list
 
 _MOST_TOLD = 3  # hosts with a reason of their own: an error has at most 15 lines
 _LINES = 5  # of what one of them printed; where several are told of, fewer
@@ -28,8 +28,8 @@ def who_is_missing(
     if len(told) > _MOST_TOLD:
         details.append(f"and {len(told) - _MOST_TOLD} more that said why: all that they print is in {log_dir}")
     if silent:
-        details.append(f"{some(silent)}: not there yet after {waited_s:.0f} s, without a word")
-    return "\n  ".join([f"{len(missing)} of {of} hosts have not joined: {some(missing)}", *details])
+        details.append(f"{name_list(silent)}: not there yet after {waited_s:.0f} s, without a word")
+    return "\n  ".join([f"{len(missing)} of {of} hosts have not joined: {name_list(missing)}", *details])
 
 
 def _told(one: StartedAgent, waited_s: float, most_lines: int) -> str:
@@ -37,4 +37,4 @@ def _told(one: StartedAgent, waited_s: float, most_lines: int) -> str:
     state = f"its agent ended ({how})" if how else f"not there yet after {waited_s:.0f} s"
     lines = one.last_lines()[-most_lines:]
     said = "".join(f"\n      {line}" for line in lines) or "; it had printed nothing"
-    return f"{some(one.hosts)}: {state}{said}"
+    return f"{name_list(one.hosts)}: {state}{said}"

@@ -7,7 +7,7 @@ from concurrent.futures import wait
 from pathlib import Path
 
 from lp_pipe.launch.hosts.agent_link import AgentLink
-from lp_pipe.telemetry.some_names import some
+from lp_pipe.telemetry.names import name_list
 
 _log = logging.getLogger(__name__)
 
@@ -30,5 +30,5 @@ def warn_of_hosts_apart(run_dir: Path, links: Mapping[str, AgentLink]) -> None:
             "%s: the run's folder is not shared by %s: what nodes write to it there stays there, and a resumed run "
             "finds no checkpoints there (put it on a shared file system: --run-dir)",
             run_dir,
-            some(apart),
+            name_list(apart),
         )

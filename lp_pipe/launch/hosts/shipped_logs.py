@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lp_pipe.launch.hosts.agent_link import AgentLink
 from lp_pipe.telemetry.log_files import LogOutput
-from lp_pipe.telemetry.logs import join_or_leave
+from lp_pipe.telemetry.log_pump import join_or_leave
 from lp_pipe.telemetry.terminal_lines import Unfinished
 
 _WINDOW_BYTES = 1 << 19

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from lp_pipe.telemetry.signal_names import signal_name
+from lp_pipe.telemetry.names import signal_name
 
 # How long to wait for the last output of a process that has ended. Counted from its end, not from its turn in the
 # queue: if 50 processes die at once, and grandchildren keep their pipes open, all are reported after this time.

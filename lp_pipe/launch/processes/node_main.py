@@ -36,7 +36,7 @@ from lp_pipe.rpc import codec, main_module
 from lp_pipe.rpc.fork_guard import ForkGuard, no_endpoint
 from lp_pipe.rpc.remote_error import printable
 from lp_pipe.telemetry import waits
-from lp_pipe.telemetry.numbers import as_numbers
+from lp_pipe.telemetry.metrics import as_numbers
 from lp_pipe.telemetry.positions import positions
 
 _log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from typing import Any
 
 from lp_pipe.context import NodeContext
 from lp_pipe.telemetry import waits
+from lp_pipe.telemetry.file_writing import write_atomically
 from lp_pipe.telemetry.run_folder import RunFolder
-from lp_pipe.telemetry.whole_file import write_whole
 
 READY, RESUMED = b"\0", b"\1"  # sent after the text: the debugger waits for a line; the node's code goes on
 _LOOK_FOR_STOP_S = 0.2
@@ -166,7 +166,7 @@ class Terminal(io.TextIOBase):
         facts = {"node": self._node.name, "place": place, "socket": self._path, "host": socket.gethostname()}
         with suppress(OSError):
             self._file.parent.mkdir(exist_ok=True)
-            write_whole(self._file, json.dumps(facts))
+            write_atomically(self._file, json.dumps(facts))
         run = shlex.quote(str(self._node.run_dir) if self._host else self._node.run_dir.name)
         name = shlex.quote(self._node.name)
         where = f"   (on host {self._host})" if self._host else ""

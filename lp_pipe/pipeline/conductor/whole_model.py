@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lp_pipe.checkpoint.shared import check_is_here
+from lp_pipe.checkpoint.shared_folder import check_is_here
 from lp_pipe.errors import CheckpointError, Unavailable
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
@@ -23,7 +23,7 @@ from lp_pipe.pipeline.layers.state_shapes import check_names, check_shapes
 from lp_pipe.pipeline.saving import METADATA
 from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.rpc.remote_error import headline
-from lp_pipe.telemetry.some_names import some
+from lp_pipe.telemetry.names import name_list
 from lp_pipe.training.share_file import remove_shares
 from lp_pipe.training.tensor_archive import dense_parts, elements_of
 
@@ -176,7 +176,7 @@ class WholeModel:
         if strict:
             check_names(folder.names, known, f"{path} is a checkpoint", "; load(…, strict=False) takes what fits")
         elif unknown := {*folder.names} - known:
-            _log.warning("%s: not in this model, and left out: %s", path, some(sorted(unknown)))
+            _log.warning("%s: not in this model, and left out: %s", path, name_list(sorted(unknown)))
         if found.seed != self._config.seed:
             seeds = (found.seed, self._config.seed)
             _log.warning("%s was trained with seed %d, this model has %d: dropout will differ", path, *seeds)
@@ -185,7 +185,7 @@ class WholeModel:
             for reason, names in of_worker.items():
                 kept.setdefault(reason, []).extend(name for name in names if name not in kept[reason])
         for reason, names in kept.items():
-            _log.warning("%s: %d %s: %s", path, len(names), reason, some(names))
+            _log.warning("%s: %d %s: %s", path, len(names), reason, name_list(names))
         return found
 
     def adopt(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe.errors import PartitionError
-from lp_pipe.telemetry.whole_file import write_whole
+from lp_pipe.telemetry.file_writing import write_atomically
 
 _LARGEST = 1e60  # beyond all seconds and bytes
 
@@ -48,7 +48,7 @@ def write_text(path: str | Path, text: str) -> None:
         PartitionError: it cannot be written; an older one stays as it was.
     """
     try:
-        write_whole(path, text)
+        write_atomically(path, text)
     except OSError as error:
         raise PartitionError(f"cannot write {path}: {error.strerror}") from error
 

@@ -18,7 +18,7 @@ from lp_pipe.pipeline.partitioning.fields import (
     read_json,
     write_json,
 )
-from lp_pipe.telemetry.some_names import some
+from lp_pipe.telemetry.names import name_list
 
 _TIMES = ("forward_s", "backward_s")
 _SIZES = ("activation_bytes", "parameter_bytes")
@@ -112,7 +112,7 @@ class Profile:
         if len(order) < len(self.layers):
             circle = [layer.name for layer, count in zip(self.layers, waits, strict=True) if count]
             raise PartitionError(
-                f"profile: edges: {some(circle, 5)} wait for each other: the edges must not go in a circle"
+                f"profile: edges: {name_list(circle, 5)} wait for each other: the edges must not go in a circle"
             )
         return order
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.ir import Op
 from lp_pipe.pipeline.schedule.numbers_given import as_float
-from lp_pipe.telemetry.whole_file import write_whole
+from lp_pipe.telemetry.file_writing import write_atomically
 
 Seconds = float | Sequence[float]
 
@@ -40,7 +40,7 @@ class Costs:
     def save(self, path: str | Path) -> None:
         """Write JSON that `load` reads."""
         values = {name: _plain(value) for name, value in asdict(self).items()}
-        write_whole(path, json.dumps(values) + "\n")
+        write_atomically(path, json.dumps(values) + "\n")
 
     def durations(self, stages: int) -> dict[Op, list[float]]:
         """Seconds by op, then by virtual stage; "B" takes as long as "I" and "W".

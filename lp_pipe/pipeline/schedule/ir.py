@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
 
 from lp_pipe.errors import ScheduleError
-from lp_pipe.telemetry.whole_file import write_whole
+from lp_pipe.telemetry.file_writing import write_atomically
 
 if TYPE_CHECKING:
     from lp_pipe.pipeline.schedule.updates import Updates
@@ -106,7 +106,7 @@ class Schedule:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(self.workers)
         if path is not None:
-            write_whole(path, text.getvalue())
+            write_atomically(path, text.getvalue())
         return text.getvalue()
 
     @classmethod

@@ -2,11 +2,12 @@
 
 import contextlib
 import os
+import shutil
 from io import FileIO
 from pathlib import Path
 
 
-class AppendedFile:
+class AppendOnlyFile:
     """Opened when it is first written to."""
 
     def __init__(self, path: Path) -> None:
@@ -31,3 +32,26 @@ class AppendedFile:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Write it beside, then put it in the place of what was there: that stays where the disk is full.
+
+    Only what is no file of its own (a link, a device, a pipe) is written to in place.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = Path(path)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_text(text, encoding="utf-8")
+        return
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        if path.exists():
+            shutil.copymode(path, aside)
+        aside.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink()  # it is there where something was in the way

@@ -2,7 +2,7 @@
 
 import signal
 
-from lp_pipe.telemetry.signal_names import signal_name
+from lp_pipe.telemetry.names import signal_name
 
 
 def test_signals_go_by_their_names_and_those_without_by_their_numbers() -> None:

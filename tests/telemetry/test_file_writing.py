@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from lp_pipe.telemetry.whole_file import write_whole
+from lp_pipe.telemetry.file_writing import write_atomically
 
 
 def test_a_file_is_replaced_and_keeps_who_may_read_it(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
-    write_whole(path, "old")
+    write_atomically(path, "old")
     path.chmod(0o640)
-    write_whole(path, "nöw")
+    write_atomically(path, "nöw")
     assert path.read_text(encoding="utf-8") == "nöw"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert list(tmp_path.iterdir()) == [path]
@@ -36,9 +36,9 @@ def no_room() -> Iterator[None]:
 
 def test_where_there_is_no_room_the_old_one_stays(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
-    write_whole(path, "old")
+    write_atomically(path, "old")
     with no_room(), pytest.raises(OSError, match="File too large"):
-        write_whole(path, "new")
+        write_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -46,17 +46,17 @@ def test_where_there_is_no_room_the_old_one_stays(tmp_path: Path) -> None:
 def test_what_cannot_be_written_down_leaves_nothing(tmp_path: Path) -> None:
     # A name of a file that is no UTF-8, for example. An empty one was left beside.
     with pytest.raises(UnicodeEncodeError):
-        write_whole(tmp_path / "plan.toml", "\udcff")
+        write_atomically(tmp_path / "plan.toml", "\udcff")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_links_and_pipes_are_written_to(tmp_path: Path) -> None:
     link, pipe = tmp_path / "link", tmp_path / "pipe"
     link.symlink_to("file")
-    write_whole(link, "through")
+    write_atomically(link, "through")
     assert (link.is_symlink(), (tmp_path / "file").read_text()) == (True, "through")
     os.mkfifo(pipe)
-    writer = threading.Thread(target=write_whole, args=(pipe, "through"))
+    writer = threading.Thread(target=write_atomically, args=(pipe, "through"))
     writer.start()
     assert pipe.read_text() == "through"
     writer.join(10)

@@ -7,8 +7,8 @@ from queue import SimpleQueue
 
 import pytest
 
-from lp_pipe.telemetry import logs
-from lp_pipe.telemetry.logs import LogPump
+from lp_pipe.telemetry import log_pump
+from lp_pipe.telemetry.log_pump import LogPump
 from lp_pipe.telemetry.terminal_lines import Unfinished
 
 WITHIN_S = 20.0
@@ -77,7 +77,7 @@ def test_closing_waits_for_a_reader_no_longer_than_told_and_the_rest_is_written_
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """wait() and stop() never returned, and said nothing."""
-    monkeypatch.setattr(logs, "_WRITING_PATIENCE_S", 0.1)
+    monkeypatch.setattr(log_pump, "_WRITING_PATIENCE_S", 0.1)
     output = Output()
     pump = LogPump(output, selectors.DefaultSelector())
     pump.start()
