@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe.checkpoint import folder as folders
-from lp_pipe.checkpoint.folder import Checkpoint, checkpoints_in, open_checkpoint
-from lp_pipe.checkpoint.in_memory import InMemory, check_can_mirror
-from lp_pipe.checkpoint.lost_parts import LostParts
+from lp_pipe.checkpoint.folder import Checkpoint, Ranking, checkpoints_in, open_checkpoint
 from lp_pipe.checkpoint.parts import SavesItself, Stateful, Trainable, saves_itself
-from lp_pipe.checkpoint.poison import Poison, TryAgain
-from lp_pipe.checkpoint.ranking import Ranking
+from lp_pipe.checkpoint.poison import PoisonSteps, TryAgain
+from lp_pipe.checkpoint.recovery import LostParts, StatesInMemory, check_can_mirror
 from lp_pipe.checkpoint.shared_folder import check_is_shared
 from lp_pipe.context import context, current_context, stop_event
 from lp_pipe.errors import CheckpointError, StateLost, Unavailable, add_note
@@ -74,7 +72,7 @@ class Checkpoints:
         self.folder = Path(folder) if folder is not None else RunFolder(Path(context().run_dir)).checkpoints
         self._keep = keep
         self._may_fail = may_fail
-        self._in_memory = InMemory(self._parts)
+        self._in_memory = StatesInMemory(self._parts)
         self._lost_parts = LostParts(self._parts)
         self._lost_parts.watch()
         self._writing: threading.Thread | None = None
@@ -204,7 +202,7 @@ class Checkpoints:
         """
         if mirror_every is not None:
             check_can_mirror(mirror_every, self._parts)
-        poison = Poison(tries, on_poison, getattr(pipeline, "steps_ahead", 0))
+        poison = PoisonSteps(tries, on_poison, getattr(pipeline, "steps_ahead", 0))
         self.begin(pipeline)
         while True:
             with self.recovering(pipeline):

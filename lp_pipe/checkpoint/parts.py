@@ -45,7 +45,7 @@ class Trainable(Protocol):
         """Wait until all its nodes are up, and join them."""
 
 
-class Mirrors(Protocol):
+class MirrorsItself(Protocol):
     """A part that can keep its last states in the memory of several processes, as pipelines do."""
 
     def mirror(self) -> int:
@@ -63,6 +63,6 @@ def saves_itself(part: Any) -> TypeGuard[SavesItself]:
     return callable(getattr(type(part), "save_async", None))
 
 
-def mirrors_itself(part: Any) -> TypeGuard[Mirrors]:
+def mirrors_itself(part: Any) -> TypeGuard[MirrorsItself]:
     """As `saves_itself`."""
     return callable(getattr(type(part), "mirror", None))

@@ -18,7 +18,7 @@ class TryAgain(Exception):
     """A step has raised, and may be tried again from a checkpoint."""
 
 
-class Poison:
+class PoisonSteps:
     """Counts how often in a row a step has failed.
 
     tries: that many times make its batch poison. on_poison: what becomes of it then, "stop" or "skip".

@@ -8,10 +8,10 @@ from pathlib import Path
 from lp_pipe.checkpoint import Checkpoint, checkpoints_in, open_checkpoint
 from lp_pipe.checkpoint.folder import part_names
 from lp_pipe.cli.errors import UNHEALTHY, UsageError, counted
-from lp_pipe.cli.files import output_path
-from lp_pipe.cli.saved_pipeline import is_saved_pipeline, open_saved_pipeline
+from lp_pipe.cli.output_files import output_path
 from lp_pipe.cli.table import table
 from lp_pipe.errors import CheckpointError, PipelineError
+from lp_pipe.pipeline.saving import METADATA
 from lp_pipe.telemetry.run_folder import RunFolder
 
 _EXAMPLES = """\
@@ -158,3 +158,29 @@ def _as_json(found: Checkpoint) -> dict[str, object]:
         "parts": found.parts,
         "metrics": found.metrics,
     }
+
+
+class SavedPipeline(Checkpoint):
+    """Has no checksum of a file as a whole: each entry has one of its own."""
+
+    def damage(self) -> list[str]:
+        from lp_pipe.pipeline.saving.dcp_reading import SavedFolder  # needs torch
+
+        return SavedFolder(self.path).damage()
+
+
+def is_saved_pipeline(path: Path) -> bool:
+    return (path / METADATA).is_file()
+
+
+def open_saved_pipeline(path: Path) -> SavedPipeline:
+    """Read what it says of itself.
+
+    Raises:
+        CheckpointError: it is damaged, or not lp_pipe's.
+    """
+    from lp_pipe.pipeline.saving.dcp_reading import SavedFolder  # needs torch
+
+    step = SavedFolder(path).manifest().step
+    files = {file.name: (file.stat().st_size, "") for file in sorted(path.iterdir()) if file.is_file()}
+    return SavedPipeline(path, step, (path / METADATA).stat().st_mtime, ("pipeline",), files)

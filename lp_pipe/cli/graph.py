@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from lp_pipe.cli.errors import NotLaunched
-from lp_pipe.cli.files import output_path, write_file
-from lp_pipe.cli.plan_option import add_plan_options, load_planned
+from lp_pipe.cli.output_files import output_path, write_file
+from lp_pipe.cli.plan_options import add_plan_options, load_planned
 from lp_pipe.graph import GraphView, to_dot, to_svg, to_text
 
 WRITERS: dict[str, Callable[[GraphView], str]] = {".svg": to_svg, ".dot": to_dot, ".json": GraphView.to_json}

@@ -13,14 +13,14 @@ from pathlib import Path
 from types import FrameType
 
 from lp_pipe.checkpoint import checkpoints_in
-from lp_pipe.cli import ending, hosts, submit
+from lp_pipe.cli import ending, host_options, submit
 from lp_pipe.cli.display import Display, PlainDisplay, Start
 from lp_pipe.cli.errors import DONE, NotLaunched, UsageError, nearest
-from lp_pipe.cli.events import JsonDisplay
 from lp_pipe.cli.find_run import FOLDER
-from lp_pipe.cli.live import LiveDisplay
+from lp_pipe.cli.json_display import JsonDisplay
+from lp_pipe.cli.live_display import LiveDisplay
 from lp_pipe.cli.output import Output
-from lp_pipe.cli.plan_option import add_plan_options, load_planned
+from lp_pipe.cli.plan_options import add_plan_options, load_planned
 from lp_pipe.cli.resume import invocation_of, resumed
 from lp_pipe.cli.streams import drop_unwritten
 from lp_pipe.cli.targets import load_maker, load_ranks, load_setup
@@ -110,8 +110,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="TARGET is a script for torchrun: run it as N ranks on each host, with the environment that torchrun sets",
     )
     add_plan_options(parser)
-    hosts.add_arguments(parser)
-    hosts.add_launch_only(parser)
+    host_options.add_arguments(parser)
+    host_options.add_launch_only(parser)
     parser.add_argument("--json", action="store_true", help="print events, one JSON object a line, on stdout")
     parser.set_defaults(run=run_command, parser=parser)
 
@@ -132,7 +132,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     with _sigterm_like_ctrl_c(), invoked_by(invocation_of(arguments, program_flags)):
         if submit.is_wanted(arguments):
             return submit.run(arguments)
-        options = hosts.launch_options(arguments)
+        options = host_options.launch_options(arguments)
         make, program = _load(arguments, program_flags)
         setup = load_setup(arguments.setup) if arguments.setup else None
         if arguments.log_level:
@@ -141,7 +141,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         ours = run_dir if arguments.run_dir is None and arguments.resume is None else None
         with _explained(arguments.target, ours):
             view = GraphView.of(program, arguments.mode)
-            plan_lines = hosts.plan_lines(program, arguments) if arguments.dry_run else []
+            plan_lines = host_options.plan_lines(program, arguments) if arguments.dry_run else []
         if arguments.dry_run:
             return _show_plan(Start(view, arguments.mode, run_dir), plan_lines, arguments.json)
         with _make_display(arguments.json) as display:
@@ -168,12 +168,16 @@ def _load(arguments: argparse.Namespace, flags: Sequence[str]) -> tuple[Callable
     """The program, and, where it is elastic, the function that makes it for a number of hosts."""
     if arguments.nproc is None:
         make = load_maker(arguments.target, flags) if arguments.elastic else None
-        return make, load_planned(arguments, flags) if make is None else make(hosts.at_most(arguments))
+        return make, load_planned(arguments, flags) if make is None else make(host_options.at_most(arguments))
     if arguments.mode == "thread" or arguments.plan is not None:
         other = "--plan" if arguments.plan is not None else "--mode=thread"
         raise UsageError(f"--nproc and {other} do not go together: each rank of a script is a process, without a plan")
     ranks = load_ranks(arguments.target, flags, arguments.nproc)
-    return (ranks, ranks(hosts.at_most(arguments))) if arguments.elastic else (None, ranks(hosts.count(arguments)))
+    return (
+        (ranks, ranks(host_options.at_most(arguments)))
+        if arguments.elastic
+        else (None, ranks(host_options.count(arguments)))
+    )
 
 
 def _draw(view: GraphView, path: Path, display: Display) -> None:

@@ -117,7 +117,7 @@ class _Help(argparse.HelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """Reports wrong usage as one line, without the synopsis."""
 
     def __init__(self, **options: Any) -> None:
@@ -129,7 +129,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(described: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
     """For these commands; and the names of all their options."""
-    parser = _Parser(
+    parser = _CommandParser(
         prog="lp_pipe",
         description="Launch program graphs: nodes in threads, in processes, connected by calls.",
         epilog=_EXAMPLES,

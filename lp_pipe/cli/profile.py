@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lp_pipe.cli import hosts
+from lp_pipe.cli import host_options
 from lp_pipe.cli.errors import NotLaunched, UsageError
 from lp_pipe.cli.table import table
 from lp_pipe.cli.targets import load_program, own_failure
@@ -55,7 +55,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         metavar="N",
         help="measure while N - 1 other processes do the same, as N stages of one host do (default: 1)",
     )
-    hosts.add_arguments(parser, needed="--links")
+    host_options.add_arguments(parser, needed="--links")
     parser.set_defaults(run=run_command, mode="multi_host")
 
 
@@ -97,7 +97,7 @@ def _profile_links(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--links measures the links between hosts, not {arguments.target}: leave one of them out")
     if arguments.devices_per_host < 1:
         raise UsageError(f"--devices-per-host={arguments.devices_per_host}: a host has at least 1")
-    options = hosts.launch_options(arguments)
+    options = host_options.launch_options(arguments)
     try:
         engine = named_engine(
             options.pop("engine", "local"), options.pop("hosts", ""), options.pop("engine_options", {})

@@ -123,7 +123,7 @@ class MakerFlags:
 
     def _parser(self) -> argparse.ArgumentParser:
         about = (inspect.getdoc(self._function) or "").partition("\n")[0]
-        parser = _Parser(self._target, about)
+        parser = _FlagParser(self._target, about)
         for one in self._parameters:
             kind = self._kinds.get(one.name, _kind_of_default(one.default))
             names = [f"--{one.name}", *([f"--{one.name.replace('_', '-')}"] if "_" in one.name.strip("_") else [])]
@@ -150,7 +150,7 @@ class MakerFlags:
         return f"`lp_pipe launch {self._target} -- --help` lists its flags"
 
 
-class _Parser(argparse.ArgumentParser):
+class _FlagParser(argparse.ArgumentParser):
     """Reports wrong usage as the command's own errors."""
 
     def __init__(self, target: str, about: str) -> None:

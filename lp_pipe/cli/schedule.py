@@ -1,13 +1,14 @@
 """`lp_pipe schedule`: draw a schedule's timeline, or compare all of them, without a model."""
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from lp_pipe.cli.comparison import comparison_json, comparison_text, comparison_trace
 from lp_pipe.cli.errors import UsageError
-from lp_pipe.cli.files import output_path, write_file
+from lp_pipe.cli.output_files import output_path, write_file
+from lp_pipe.cli.table import table
 from lp_pipe.errors import PartitionError, ScheduleError
 from lp_pipe.pipeline.measuring.profile_costs import ProfileCosts, is_profile
 from lp_pipe.pipeline.partitioning import Profile
@@ -215,3 +216,47 @@ def _read(name: str) -> Schedule:
 def _say_wrote(paths: Sequence[Path]) -> None:
     for path in paths:
         print(f"wrote {path}")
+
+
+def comparison_text(comparison: Comparison, named: Compared | None = None) -> str:
+    """For people: the fastest first, then what is left out and why.
+
+    named: one of them; each has a column with what it takes of that one's makespan.
+    """
+    rows = [
+        [
+            party.name,
+            str(party.chunks),
+            f"{party.timeline.makespan:g} s",
+            f"{_share(party, named):.1%}" if named else "",
+            f"{party.timeline.bubble:.1%}",
+            f"{party.peak_activations:g}",
+        ]
+        for party in comparison.ranked
+    ]
+    share = f"OF {named.name}" if named else ""
+    lines = [
+        table(["SCHEDULE", "CHUNKS", "MAKESPAN", share, "BUBBLE", "PEAK ACTIVATIONS"], rows),
+        "The same model on the same workers: c chunks share what one would take, and an activation of each counts 1/c.",
+        *(["", "Left out:"] if comparison.left_out else []),
+        *(f"  {name}: {reason}" for name, reason in comparison.left_out.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def comparison_json(comparison: Comparison, named: Compared | None = None) -> str:
+    """For programs: one object in one line; with `named`, of each "of_named", its makespan divided by that one's."""
+    ranked = [
+        {**party.as_json(), **({"of_named": _share(party, named)} if named else {})} for party in comparison.ranked
+    ]
+    return json.dumps({"ranked": ranked, "left_out": dict(comparison.left_out)}) + "\n"
+
+
+def comparison_trace(comparison: Comparison) -> str:
+    """Trace events, a process for each schedule."""
+    return to_trace_events({f"{party.name}, chunks={party.chunks}": party.timeline for party in comparison.ranked})
+
+
+def _share(party: Compared, named: Compared) -> float:
+    """Where nothing takes any time, all are equal."""
+    return party.timeline.makespan / named.timeline.makespan if named.timeline.makespan else 1.0

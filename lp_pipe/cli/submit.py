@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from lp_pipe.cli.errors import DONE, NODE_FAILED, NotLaunched, UsageError
-from lp_pipe.cli.events import JsonDisplay
-from lp_pipe.cli.hosts import engine_options
+from lp_pipe.cli.host_options import engine_options
+from lp_pipe.cli.json_display import JsonDisplay
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines import make_engine, slurm, slurm_job
 from lp_pipe.launch.engines.slurm_job import JobState

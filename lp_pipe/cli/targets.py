@@ -31,14 +31,14 @@ _CALL_LAUNCHES = "lp_pipe calls {} for its program, and launches that itself: gi
 _MAIN_GUARD = re.compile(r"^if\s+__name__\s*==", re.MULTILINE)
 
 
-class Target(NamedTuple):
+class TargetName(NamedTuple):
     """place: a file, or the name of a module; name: "" for the default ones."""
 
     place: str
     name: str
 
     @classmethod
-    def parse(cls, text: str) -> "Target":
+    def parse(cls, text: str) -> "TargetName":
         place, colon, name = text.rpartition(":")
         return cls(place, name) if colon else cls(text, "")
 
@@ -79,7 +79,7 @@ def load_ranks(text: str, program_flags: Sequence[str], num_per_host: int) -> Ca
         UsageError: no such file or module.
         NotLaunched: it is no Python.
     """
-    target = Target.parse(text)
+    target = TargetName.parse(text)
     if target.name:
         raise UsageError(f"{text}: with --nproc the target is a whole script: leave :{target.name} out")
     found = _find_file(target) if target.is_file else _find_module(text, target)
@@ -133,7 +133,7 @@ def load_setup(text: str) -> Callable[[], Any]:
         UsageError: there is no such file, module or function.
         NotLaunched: the module's own code raised.
     """
-    target = Target.parse(text)
+    target = TargetName.parse(text)
     if not target.name:
         raise UsageError(f"--setup={text}: a function is needed: --setup=module:function")
     file = _find_file(target) if target.is_file else _find_module(text, target)
@@ -148,7 +148,7 @@ def load_setup(text: str) -> Callable[[], Any]:
 
 
 def _load(text: str, program_flags: Sequence[str], num_given: int = 0) -> _Loaded:
-    target = Target.parse(text)
+    target = TargetName.parse(text)
     hand_over(target.place, program_flags)
     with launches_refused(_LAUNCHES):
         file = _find_file(target) if target.is_file else _find_module(text, target)
@@ -167,7 +167,7 @@ def _load(text: str, program_flags: Sequence[str], num_given: int = 0) -> _Loade
     return _Loaded(text, place, module, found, maker, values, unknown)
 
 
-def _find_file(target: Target) -> Path:
+def _find_file(target: TargetName) -> Path:
     path = Path(target.place)
     if path.is_file():
         if not path.name.endswith(tuple(importlib.machinery.all_suffixes())):
@@ -179,7 +179,7 @@ def _find_file(target: Target) -> Path:
     raise UsageError(f"no file {target.place!r}{nearest(target.place, siblings)}")
 
 
-def _find_module(text: str, target: Target) -> Path:
+def _find_module(text: str, target: TargetName) -> Path:
     """The module's file; of a package within which it lies the __init__ is imported on the way."""
     sys.path.insert(0, str(Path.cwd()))
     is_name = all(part.isidentifier() for part in target.place.split("."))
@@ -269,7 +269,7 @@ def _may_read_later(module: ModuleType) -> bool:
     return "argv" in source or "parse_args" in source
 
 
-def _find_name(target: Target, module: ModuleType) -> tuple[str, Any]:
+def _find_name(target: TargetName, module: ModuleType) -> tuple[str, Any]:
     """The program, or the function that makes it, with the name under which it was found."""
     names = (
         [target.name]
@@ -295,7 +295,7 @@ def _no_maker(found: object) -> str:
     return "" if callable(found) else f"of type {type(found).__name__}"
 
 
-def _no_such_name(target: Target, module: ModuleType) -> str:
+def _no_such_name(target: TargetName, module: ModuleType) -> str:
     own = {
         name: value
         for name, value in vars(module).items()
@@ -355,11 +355,11 @@ def own_failure(text: str, error: BaseException) -> str:
     full = "".join(traceback.format_exception(error))
     frames = [line for line in fold_traceback(full, Path.cwd()) if not line.startswith("  …")]
     said = "".join(f": {line}" for line in str(error).splitlines()[:1])
-    hint = _as_module(text, error) or _for_torchrun(Target.parse(text))
+    hint = _as_module(text, error) or _for_torchrun(TargetName.parse(text))
     return "\n  ".join([f"{text} raised {type(error).__name__}{said}{hint}", *frames])
 
 
-def _for_torchrun(target: Target) -> str:
+def _for_torchrun(target: TargetName) -> str:
     """A hint for a script that has no program and is one rank of several."""
     try:
         is_rank = target.is_file and b"init_process_group" in Path(target.place).read_bytes()
@@ -370,7 +370,7 @@ def _for_torchrun(target: Target) -> str:
 
 def _as_module(text: str, error: BaseException) -> str:
     """For a file whose relative imports need its package, which only a module's name tells: the target to give."""
-    file = Path(Target.parse(text).place)
+    file = Path(TargetName.parse(text).place)
     if "relative import" not in str(error) or file.suffix != ".py" or file.is_absolute() or ".." in file.parts:
         return ""
     return f"; give it as a module: {'.'.join(file.with_suffix('').parts)}"

@@ -10,14 +10,14 @@ import numpy as np
 import lp_pipe as lp
 from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.errors import CheckpointError
-from lp_pipe.programs.parameter_shards import GoneBack, ShardState, Vector, at_the_beginning
+from lp_pipe.programs.parameter_shards import ShardState, StaleGeneration, Vector, at_the_beginning
 
 
 def all_of(servers: Sequence[lp.CourierClient], method: str, *args: Any) -> list[Any]:
     """The method's results of all servers, which are called at the same time.
 
     Raises:
-        GoneBack: as `results_of`.
+        StaleGeneration: as `results_of`.
     """
     return results_of([getattr(server.futures, method)(*args) for server in servers])
 
@@ -26,12 +26,12 @@ def results_of(calls: "Iterable[Future[Any]]") -> list[Any]:
     """What the servers answer.
 
     Raises:
-        GoneBack: one of them says so, or has died.
+        StaleGeneration: one of them says so, or has died.
     """
     try:
         return [call.result() for call in list(calls)]
     except lp.Unavailable as error:
-        raise GoneBack(str(error)) from error
+        raise StaleGeneration(str(error)) from error
 
 
 class Parameters:
@@ -58,7 +58,7 @@ class Parameters:
         """Open all servers at the newest checkpoint, or at the beginning, under a new generation.
 
         Raises:
-            GoneBack: one of them has died meanwhile; try again.
+            StaleGeneration: one of them has died meanwhile; try again.
         """
         checkpoints.wait_until_written()
         if checkpoints.restore() is None:
@@ -72,7 +72,7 @@ class Parameters:
         """Wait for it.
 
         Raises:
-            GoneBack: a server has died, or the program stops.
+            StaleGeneration: a server has died, or the program stops.
         """
         calls = [server.futures.take(self._generation, version) for server in self._servers]
         # Where one has died, the others wait for a version that never comes.

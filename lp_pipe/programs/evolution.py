@@ -14,7 +14,7 @@ Vector = NDArray[np.float64]
 Returns = Sequence[tuple[float, float]]
 
 
-class Problem(Protocol):
+class EvolutionProblem(Protocol):
     """What is to be maximized."""
 
     @property
@@ -49,7 +49,7 @@ class Evolution:
         self.iteration = 0
         self._settings = settings
 
-    def try_pair(self, problem: Problem, pair: int) -> tuple[float, float]:
+    def try_pair(self, problem: EvolutionProblem, pair: int) -> tuple[float, float]:
         """The returns of the parameters plus and minus the pair's perturbation, in the same trial."""
         step = self._settings.sigma * self._noise(pair)
         seed = (self._settings.seed, self.iteration, pair)
@@ -74,7 +74,7 @@ class Evolution:
         return rng.standard_normal(len(self.parameters))
 
 
-def _return_of(problem: Problem, parameters: Vector, seed: tuple[int, ...]) -> float:
+def _return_of(problem: EvolutionProblem, parameters: Vector, seed: tuple[int, ...]) -> float:
     """
     Raises:
         ValueError: it is no number. NaN would rank highest, so that the parameters follow whatever breaks the trial.

@@ -21,7 +21,7 @@ import numpy as np
 import lp_pipe as lp
 from lp_pipe.nodes import user_code
 from lp_pipe.programs.cart_pole import CartPole
-from lp_pipe.programs.evolution import Evolution, Problem, Returns, Settings, Vector
+from lp_pipe.programs.evolution import Evolution, EvolutionProblem, Returns, Settings, Vector
 from lp_pipe.programs.options import option, parse_options, require
 from lp_pipe.programs.waiting import until_the_stop
 
@@ -41,7 +41,7 @@ OnResult = Callable[[EvolutionResult], object]
 
 
 def evolution_strategies(
-    make_problem: Callable[[], Problem],
+    make_problem: Callable[[], EvolutionProblem],
     *,
     num_workers: int,
     on_result: OnResult,
@@ -69,7 +69,9 @@ def evolution_strategies(
     settings = settings or Settings()
     program = lp.Program(name)
     with program.group("workers", on_failure="restart"):
-        workers = [program.add_node(lp.CourierNode(Worker, make_problem, settings)) for _ in range(num_workers)]
+        workers = [
+            program.add_node(lp.CourierNode(EvolutionWorker, make_problem, settings)) for _ in range(num_workers)
+        ]
     stopping = Stopping(iterations, target, evaluate_every)
     program.add_node(lp.PyClassNode(Learner, workers, make_problem, settings, stopping, on_result), label="learner")
     return program
@@ -87,10 +89,10 @@ class Behind(RuntimeError):
     """A worker cannot compute the parameters: it needs to know more of the past."""
 
 
-class Worker:
+class EvolutionWorker:
     """Keeps up with the learner's parameters by the returns that it is told, and tries out perturbations of them."""
 
-    def __init__(self, make_problem: Callable[[], Problem], settings: Settings) -> None:
+    def __init__(self, make_problem: Callable[[], EvolutionProblem], settings: Settings) -> None:
         self._problem = make_problem()
         self._evolution = Evolution(self._problem.num_parameters, settings)
 
@@ -127,7 +129,7 @@ class Learner:
     def __init__(
         self,
         workers: Sequence[lp.CourierClient],
-        make_problem: Callable[[], Problem],
+        make_problem: Callable[[], EvolutionProblem],
         settings: Settings,
         stopping: Stopping,
         on_result: OnResult,
@@ -210,7 +212,7 @@ class Learner:
 
 
 @dataclass(frozen=True)
-class Options:
+class EvolutionOptions:
     """Learn to balance gymnasium's CartPole-v1 with evolution strategies."""
 
     num_workers: int = option(2, "nodes that try out policies", at_least=1)
@@ -228,7 +230,7 @@ def print_result(result: EvolutionResult) -> None:
 
 def make_program() -> lp.Program:
     """The example that the flags ask for."""
-    options = parse_options(Options, "lp_pipe.programs.evolution_strategies")
+    options = parse_options(EvolutionOptions, "lp_pipe.programs.evolution_strategies")
     require("gymnasium", "gymnasium")  # said here, before anything is launched
     return evolution_strategies(
         functools.partial(CartPole, options.num_hidden),

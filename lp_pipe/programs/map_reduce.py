@@ -25,10 +25,9 @@ from typing import Any
 
 import lp_pipe as lp
 from lp_pipe.nodes import user_code
-from lp_pipe.programs.map_reduce_master import MAP, REDUCE, Master, Task, WorkerId
+from lp_pipe.programs.map_reduce_master import MAP, REDUCE, MapReduceTask, Master, WorkerId
 from lp_pipe.programs.options import option, parse_options
-from lp_pipe.programs.partitioning import check_key, order_of, partition_of
-from lp_pipe.programs.sources import short_name, standard_library
+from lp_pipe.programs.standard_library import short_name, standard_library
 from lp_pipe.programs.waiting import until_the_stop
 from lp_pipe.rpc import codec
 
@@ -81,7 +80,7 @@ def map_reduce(
     for kind, count in ((MAP, num_mappers), (REDUCE, num_reducers)):
         with program.group(kind, on_failure="restart"):
             for _ in range(count):
-                program.add_node(lp.PyClassNode(Worker, master, kind, job))
+                program.add_node(lp.PyClassNode(MapReduceWorker, master, kind, job))
     return program
 
 
@@ -130,7 +129,7 @@ class Job:
             yield pair[0], pair[1]
 
 
-class Worker:
+class MapReduceWorker:
     """A mapper or a reducer: does one task after another until there are no more of its kind."""
 
     def __init__(self, master: lp.CourierClient, kind: str, job: Job) -> None:
@@ -149,8 +148,8 @@ class Worker:
             prefix = task.folder / f"{worker.kind}-{task.index}-by-{worker.index}-{worker.incarnation}"
             self._master.commit(worker, task.index, self._work(task.inputs, prefix))
 
-    def _next_task(self, worker: WorkerId) -> Task | None:
-        task: Task | None = self._master.next_task(worker)
+    def _next_task(self, worker: WorkerId) -> MapReduceTask | None:
+        task: MapReduceTask | None = self._master.next_task(worker)
         return task
 
 
@@ -193,6 +192,36 @@ def _read(path: Path) -> Any:
     return codec.loads(path.read_bytes())
 
 
+def partition_of(key: Any, num_partitions: int) -> int:
+    """Hash `key` to a partition (Dean & Ghemawat 2004, 4.1); Python's own `hash` differs between processes."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) % num_partitions
+
+
+def order_of(key: Any) -> tuple[str, Any]:
+    """What to sort keys by: their own order, bytes before ints before strs before tuples, also inside of tuples."""
+    return type(key).__name__, tuple(map(order_of, key)) if type(key) is tuple else key
+
+
+def check_key(key: Any) -> None:
+    """Before it is a dict's key, where 1, 1.0 and True are one.
+
+    Raises:
+        TypeError: the key is not a str, bytes, int or tuple of these: equal keys might print differently.
+    """
+    _check(key, key)
+
+
+def _check(part: Any, key: Any) -> None:
+    if type(part) is tuple:
+        for item in part:
+            _check(item, key)
+    elif type(part) not in (str, bytes, int):
+        raise TypeError(
+            f"map_reduce key {key!r}: {part!r} is of type {type(part).__name__}, but keys are str, bytes, int "
+            "or tuples of these; let the mapper convert it"
+        )
+
+
 # --- The examples: the words of the standard library's sources ---
 
 _WORD = re.compile(r"[a-z]{3,}")
@@ -200,7 +229,7 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Options:
+class MapReduceOptions:
     """Count the words of the standard library's sources, or index the files that they are in."""
 
     job: str = option("word_count", "what to compute", choices=("word_count", "inverted_index"))
@@ -273,6 +302,6 @@ def inverted_index(
 
 def make_program() -> lp.Program:
     """The example that the flags ask for."""
-    options = parse_options(Options, "lp_pipe.programs.map_reduce")
+    options = parse_options(MapReduceOptions, "lp_pipe.programs.map_reduce")
     make = {"word_count": word_count, "inverted_index": inverted_index}[options.job]
     return make(standard_library(options.files), options.num_mappers, options.num_reducers)

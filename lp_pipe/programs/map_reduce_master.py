@@ -14,7 +14,7 @@ MAP, REDUCE = "mappers", "reducers"
 
 
 @dataclass(frozen=True)
-class Task:
+class MapReduceTask:
     """What a worker is to do: map these inputs, or reduce these files."""
 
     index: int
@@ -39,12 +39,12 @@ class Phase:
     """The tasks of one kind. A task is idle, leased to one worker, or committed, for good."""
 
     def __init__(self, inputs: Sequence[Sequence[Any]], folder: Path) -> None:
-        self._tasks = [Task(index, part, folder) for index, part in enumerate(inputs)]
+        self._tasks = [MapReduceTask(index, part, folder) for index, part in enumerate(inputs)]
         self._idle = deque(self._tasks)
-        self._leases: dict[int, Task] = {}
+        self._leases: dict[int, MapReduceTask] = {}
         self._outputs: dict[int, list[Path]] = {}
 
-    def lease(self, worker: int) -> Task | None:
+    def lease(self, worker: int) -> MapReduceTask | None:
         """An idle task, if there is one."""
         if not self._idle:
             return None
@@ -105,7 +105,7 @@ class Master:
         self._changes.notify()
         return worker
 
-    async def next_task(self, worker: WorkerId) -> Task | None:
+    async def next_task(self, worker: WorkerId) -> MapReduceTask | None:
         """Wait for a task of the worker's kind; None when all are committed, or when the program stops."""
         is_up = True
         while is_up:

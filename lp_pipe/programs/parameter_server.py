@@ -34,7 +34,7 @@ from lp_pipe.programs.all_shards import Parameters, all_of, results_of
 from lp_pipe.programs.checked_task import CheckedTask, TrainingTask, Vector
 from lp_pipe.programs.digits import load_digits
 from lp_pipe.programs.options import option, parse_options
-from lp_pipe.programs.parameter_shards import SHARDS, GoneBack, Joined, Sgd, Snapshot
+from lp_pipe.programs.parameter_shards import SHARDS, Joined, Sgd, Snapshot, StaleGeneration
 from lp_pipe.programs.waiting import until_the_stop
 
 _log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def work(task: TrainingTask, servers: Sequence[lp.CourierClient], rank: int, ste
     """Compute and push gradients, in one generation after another."""
     task = CheckedTask(task)
     while not lp.stop_event().is_set():
-        with contextlib.suppress(GoneBack):
+        with contextlib.suppress(StaleGeneration):
             _work_for_a_generation(task, servers, rank, steps)
         lp.wait_for_stop(_PAUSE_S)
 
@@ -122,12 +122,12 @@ def _work_for_a_generation(task: TrainingTask, servers: Sequence[lp.CourierClien
     """From where this rank has come to; until the generation's end, also when all steps are done.
 
     Raises:
-        GoneBack: that is now.
+        StaleGeneration: that is now.
     """
     joined: list[Joined] = all_of(servers, "join", rank)
     generation = joined[0].generation
     if any(one.generation != generation for one in joined):
-        raise GoneBack("the servers are about to go back, one after another")
+        raise StaleGeneration("the servers are about to go back, one after another")
     # Servers may be one step apart when a worker dies between its pushes: who has this step's gradient refuses it.
     step = min(one.step for one in joined)
     snapshots: list[Snapshot] = all_of(servers, "pull", generation, step)
@@ -166,7 +166,7 @@ def watch(
                 _log.warning("all have gone back to version %d: %s", parameters.version, why)
             _watch_a_generation(task, parameters, checkpoints, cuts, on_result)
             return
-        except GoneBack as reason:
+        except StaleGeneration as reason:
             why = str(reason).splitlines()[0]
             lp.wait_for_stop(_PAUSE_S)
 
@@ -177,7 +177,7 @@ def _watch_a_generation(
     """Evaluate and save as the parameters get newer; after the last update deliver the result and end the program.
 
     Raises:
-        GoneBack: a server has died, or the program stops.
+        StaleGeneration: a server has died, or the program stops.
     """
     for version in [cut for cut in cuts if cut > parameters.version]:
         parameters.take(version)
@@ -203,7 +203,7 @@ def _watch_a_generation(
 
 
 @dataclass(frozen=True)
-class Options:
+class ParameterServerOptions:
     """Learn scikit-learn's handwritten digits with a parameter server."""
 
     mode: str = option("sync", "wait for all workers in every step, or for none", choices=("sync", "async"))
@@ -223,7 +223,7 @@ def print_result(result: TrainingResult) -> None:
 
 def make_program() -> lp.Program:
     """The example that the flags ask for."""
-    options = parse_options(Options, "lp_pipe.programs.parameter_server")
+    options = parse_options(ParameterServerOptions, "lp_pipe.programs.parameter_server")
     return parameter_server(
         load_digits(options.seed),
         num_workers=options.num_workers,

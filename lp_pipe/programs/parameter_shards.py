@@ -71,7 +71,7 @@ class Joined(NamedTuple):
     step: int
 
 
-class GoneBack(RuntimeError):
+class StaleGeneration(RuntimeError):
     """The caller's generation is over: begin again with a new one, if the program does not stop."""
 
 
@@ -83,7 +83,7 @@ class Shard:
 
     cuts: versions of which the state is kept until `take` asks for it.
 
-    Raises (every call with a generation): GoneBack: it is over, or the program stops.
+    Raises (every call with a generation): StaleGeneration: it is over, or the program stops.
     """
 
     _current: Snapshot
@@ -111,7 +111,7 @@ class Shard:
         """Wait until it is open; where this worker begins.
 
         Raises:
-            GoneBack: the program stops.
+            StaleGeneration: the program stops.
         """
         while self._generation is None:
             await self._change()
@@ -126,7 +126,7 @@ class Shard:
         return state
 
     async def outlive(self, generation: str) -> None:
-        """Wait for the generation's end, which is a GoneBack."""
+        """Wait for the generation's end, which is a StaleGeneration."""
         await self._until(generation, lambda: False)
 
     def _state(self) -> ShardState:
@@ -153,11 +153,11 @@ class Shard:
 
     async def _change(self) -> None:
         if not await self._changes.wait():
-            raise GoneBack("the program stops")
+            raise StaleGeneration("the program stops")
 
     def _check(self, generation: str) -> None:
         if generation != self._generation:
-            raise GoneBack(f"generation {generation} is over, now there is {self._generation or 'none yet'}")
+            raise StaleGeneration(f"generation {generation} is over, now there is {self._generation or 'none yet'}")
 
     def _is_repeated(self, rank: int, step: int) -> bool:
         """Whether the gradient has been taken, from a worker that died before it knew."""

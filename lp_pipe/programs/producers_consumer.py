@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import lp_pipe as lp
 from lp_pipe.nodes import user_code
 from lp_pipe.programs.options import option, parse_options
-from lp_pipe.programs.sources import short_name, standard_library
+from lp_pipe.programs.standard_library import short_name, standard_library
 from lp_pipe.programs.waiting import until_the_stop
 
 Produce = Callable[[int, int], Iterable[Any]]
@@ -133,7 +133,7 @@ class Tokenized(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class ProducersConsumerOptions:
     """Tokenize the standard library's sources in several producers; one consumer adds their findings up."""
 
     num_producers: int = option(2, "nodes that read and tokenize", at_least=1)
@@ -176,7 +176,7 @@ def print_summary(files: Iterable[Tokenized]) -> None:
 
 def make_program() -> lp.Program:
     """The example that the flags ask for."""
-    options = parse_options(Options, "lp_pipe.programs.producers_consumer")
+    options = parse_options(ProducersConsumerOptions, "lp_pipe.programs.producers_consumer")
     return producers_consumer(
         functools.partial(tokenize_shard, max_files=options.files),
         print_summary,

@@ -25,9 +25,9 @@ from typing import Any, Self
 from lp_pipe.connections import fault_injection
 from lp_pipe.launch import Run
 from lp_pipe.protos import supervision_pb2 as wire
-from lp_pipe.testing.nodes import EVERYONE as EVERYONE
-from lp_pipe.testing.nodes import LAUNCHER as LAUNCHER
-from lp_pipe.testing.nodes import Nodes, node_ids, wait_until_up, ways_between
+from lp_pipe.testing.fault_targets import EVERYONE as EVERYONE
+from lp_pipe.testing.fault_targets import LAUNCHER as LAUNCHER
+from lp_pipe.testing.fault_targets import Nodes, node_ids, wait_until_up, ways_between
 
 _PATIENCE_S = 10.0
 _LOOK_AGAIN_S = 0.001

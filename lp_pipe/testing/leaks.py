@@ -40,12 +40,12 @@ def assert_no_leaks(patience: float = PATIENCE_S, ignore_threads: Collection[str
         AssertionError: something is left; names each. Not when the body itself raises.
     """
     with temp_dir.private_temp_dir():
-        before = Snapshot(ignore_threads)
+        before = LeakSnapshot(ignore_threads)
         yield
         before.assert_nothing_new(patience)
 
 
-class Snapshot:
+class LeakSnapshot:
     """What is there now, to be compared with what is there later."""
 
     def __init__(self, ignore_threads: Collection[str] = ()) -> None:

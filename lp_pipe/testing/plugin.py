@@ -14,7 +14,7 @@ from lp_pipe.launch import Run, launch
 from lp_pipe.launch.launcher import MODES
 from lp_pipe.program import Program
 from lp_pipe.testing import faults as lp_faults
-from lp_pipe.testing.leaks import PATIENCE_S, Snapshot
+from lp_pipe.testing.leaks import PATIENCE_S, LeakSnapshot
 from lp_pipe.testing.temp_dir import private_temp_dir
 
 _HAS_FAILED = pytest.StashKey[bool]()
@@ -74,7 +74,7 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         return runs[-1]
 
     with private_temp_dir():
-        before = Snapshot()
+        before = LeakSnapshot()
         yield start
         failure = _stop_all(runs)
         runs.clear()

@@ -12,7 +12,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.programs.cart_pole import CartPole
 from lp_pipe.programs.evolution import Evolution, Settings, Vector, centered_ranks
-from lp_pipe.programs.evolution_strategies import Behind, EvolutionResult, Worker, evolution_strategies
+from lp_pipe.programs.evolution_strategies import Behind, EvolutionResult, EvolutionWorker, evolution_strategies
 from lp_pipe.rpc import codec
 from tests.programs.conftest import WITHIN_S, Delivered, Once, kill_this_process, stop_when
 
@@ -165,7 +165,7 @@ def test_a_worker_with_other_parameters_is_found_out(mode: str, delivered: Deliv
 
 def test_a_worker_that_lacks_the_past_says_so() -> None:
     returns = [(1.0, 2.0)] * SETTINGS.num_pairs
-    kept_up, restarted = (Worker(functools.partial(Bowl, 3), SETTINGS) for _ in range(2))
+    kept_up, restarted = (EvolutionWorker(functools.partial(Bowl, 3), SETTINGS) for _ in range(2))
     for iteration in range(3):
         trial = kept_up.try_out(max(0, iteration - 1), [returns][:iteration], range(1))
     with pytest.raises(Behind):

@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.programs.map_reduce import Job, add_up, count_words, inverted_index, map_reduce, word_count
-from lp_pipe.programs.map_reduce_master import MAP, REDUCE, Master, StaleWorker, Task
-from lp_pipe.programs.partitioning import check_key, order_of, partition_of
-from lp_pipe.programs.sources import short_name, standard_library
+from lp_pipe.programs.map_reduce import (
+    Job,
+    add_up,
+    check_key,
+    count_words,
+    inverted_index,
+    map_reduce,
+    order_of,
+    partition_of,
+    word_count,
+)
+from lp_pipe.programs.map_reduce_master import MAP, REDUCE, MapReduceTask, Master, StaleWorker
+from lp_pipe.programs.standard_library import short_name, standard_library
 from tests.checkpoint import disks
 from tests.programs.conftest import WITHIN_S, Delivered, Once, kill_this_process, stop_when
 
@@ -185,12 +194,12 @@ def master(no_leaks: None, tmp_path: Path) -> Iterator[lp.CourierClient]:
 
 def test_a_task_whose_worker_has_died_goes_to_another(master: lp.CourierClient, tmp_path: Path) -> None:
     dead, other = master.register(MAP, 0), master.register(MAP, 1)
-    assert master.next_task(dead) == Task(0, ["a"], tmp_path)
-    assert master.next_task(other) == Task(1, ["b"], tmp_path)
+    assert master.next_task(dead) == MapReduceTask(0, ["a"], tmp_path)
+    assert master.next_task(other) == MapReduceTask(1, ["b"], tmp_path)
     master.commit(other, 1, [tmp_path / "b"])
     waiting = master.futures.next_task(other)
     successor = master.register(MAP, 0)
-    assert waiting.result(WITHIN_S) == Task(0, ["a"], tmp_path)
+    assert waiting.result(WITHIN_S) == MapReduceTask(0, ["a"], tmp_path)
     with pytest.raises(StaleWorker):
         master.commit(dead, 0, [tmp_path / "late"])
     with pytest.raises(StaleWorker):
@@ -208,7 +217,7 @@ def test_reducers_wait_until_everything_is_mapped_and_get_files_by_task(
         assert not waiting.done()
         task = master.next_task(mapper)
         master.commit(mapper, task.index, [tmp_path / name])
-    assert waiting.result(WITHIN_S) == Task(0, [tmp_path / "a", tmp_path / "b"], tmp_path)
+    assert waiting.result(WITHIN_S) == MapReduceTask(0, [tmp_path / "a", tmp_path / "b"], tmp_path)
     master.commit(reducer, 0, [tmp_path / "c"])
     assert master.next_task(reducer) is None
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.programs.parameter_shards import AsyncShard, GoneBack, Sgd, Shard, SyncShard, at_the_beginning
+from lp_pipe.programs.parameter_shards import AsyncShard, Sgd, Shard, StaleGeneration, SyncShard, at_the_beginning
 from tests.programs.conftest import WITHIN_S
 
 ONE = np.ones(1)
@@ -111,7 +111,7 @@ def test_a_new_generation_forgets_what_the_old_one_did_and_frees_all_who_wait_in
         waiters.append(await waiting(shard.outlive("g")))
         await shard.open("h", at_the_beginning(np.zeros(1), 1))
         for waiter in waiters:
-            with pytest.raises(GoneBack, match="generation g is over, now there is h"):
+            with pytest.raises(StaleGeneration, match="generation g is over, now there is h"):
                 await waiter
         assert await shard.join(0) == ("h", 0)
         taking = await waiting(shard.take("h", 1))  # what was kept is forgotten, too
@@ -127,7 +127,7 @@ def test_a_late_call_of_an_old_generation_changes_nothing(in_a_node: InANode, ki
         shard = await opened(kind, 1, cuts=(1,))
         await shard.open("h", at_the_beginning(np.zeros(1), 1))
         for call in (shard.push("g", 0, 0, 0, ONE), shard.pull("g", 0), shard.take("g", 1), shard.outlive("g")):
-            with pytest.raises(GoneBack):
+            with pytest.raises(StaleGeneration):
                 await call
         assert await shard.join(0) == ("h", 0)
 
@@ -139,7 +139,7 @@ def test_a_gradient_that_waited_for_another_worker_counts_in_its_generation_only
         shard = await opened(SyncShard, 2)
         early = await waiting(shard.push("g", 0, 0, 0, 100 * ONE))
         await shard.open("h", at_the_beginning(np.zeros(1), 2))
-        with pytest.raises(GoneBack):
+        with pytest.raises(StaleGeneration):
             await early
         alone = await waiting(shard.push("h", 1, 0, 0, ONE))
         await shard.push("h", 0, 0, 0, ONE)
@@ -151,7 +151,7 @@ def test_a_gradient_that_waited_for_another_worker_counts_in_its_generation_only
 def test_a_server_that_was_just_started_serves_nobody(in_a_node: InANode) -> None:
     async def body() -> None:
         shard = SyncShard(Sgd(), cuts=[1])
-        with pytest.raises(GoneBack, match="now there is none yet"):
+        with pytest.raises(StaleGeneration, match="now there is none yet"):
             await shard.take("g", 1)
 
     in_a_node(body)

@@ -11,7 +11,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.programs.producers_consumer import Producer, producers_consumer, summarize, tokenize_shard
-from lp_pipe.programs.sources import short_name, standard_library
+from lp_pipe.programs.standard_library import short_name, standard_library
 from tests.programs.conftest import WITHIN_S, Delivered, stop_when
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lp_pipe.cli.agent import is_private, read_token_file
 from lp_pipe.cli.errors import UsageError
-from lp_pipe.cli.token_file import is_private, read_token_file
 
 ME, ROOT, OTHER = 65532, 0, 1000
 SHARED = 100  # a group of several users
@@ -70,7 +70,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 AS_ANOTHER_USER = f"""
 import os, sys
 from lp_pipe.cli.errors import UsageError
-from lp_pipe.cli.token_file import read_token_file
+from lp_pipe.cli.agent import read_token_file
 os.setgroups([{SHARED}]), os.setgid({ME}), os.setuid({ME})  # only now: the interpreter may be closed to others
 for path in sys.argv[1:]:
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lp_pipe.cli.errors import UsageError
-from lp_pipe.cli.follow import log_files, without_control
+from lp_pipe.cli.logs import log_files, without_control
 from lp_pipe.telemetry.run_folder import RunFolder
 
 
