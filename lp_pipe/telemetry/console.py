@@ -1,7 +1,7 @@
 """The launcher's standard streams, where the nodes' lines appear with their labels.
 
-On a terminal unfinished lines (progress bars, prompts) stand in one row below all others and change in place. Elsewhere
-such a line waits for its end, or until it is settled, and is then continued.
+On a terminal unfinished lines (progress bars, prompts) share one row at the bottom, which changes in place. In a file
+or a pipe an unfinished line is printed when it ends or has settled; what follows is then appended to it.
 """
 
 import contextlib
@@ -22,15 +22,19 @@ _BETWEEN = " │ "
 
 
 class Console:
-    """Shared by all that print for nodes, in any thread. stdout, stderr: None for those that sys has at the time."""
+    """The output of all nodes; may be called from any thread.
+
+    stdout, stderr: None means the current sys.stdout and sys.stderr at each call.
+    """
 
     def __init__(self, stdout: TextIO | None = None, stderr: TextIO | None = None) -> None:
         self._fixed = stdout, stderr
         self._lock = threading.Lock()
-        self._unfinished: dict[tuple[str | None, bool], str] = {}  # by node and is_stderr; on a terminal
-        self._row: tuple[TextIO, str] | None = None  # what the terminal shows of them
+        self._unfinished: dict[tuple[str | None, bool], str] = {}  # by node and is_stderr; only on a terminal
+        self._row: tuple[TextIO, str] | None = None  # the stream and text of the terminal's last row
         self._is_lent = False
-        self._begun: dict[bool, tuple[str | None, str]] = {}  # by is_stderr: a line without its end; elsewhere
+        # By is_stderr: node and text of a printed line that has not ended; only in files and pipes.
+        self._begun: dict[bool, tuple[str | None, str]] = {}
 
     def write(self, node: str | None, is_stderr: bool, lines: list[str]) -> None:
         """Print finished lines; `flush` makes them visible."""
@@ -49,7 +53,7 @@ class Console:
             _print(text, target)
 
     def show(self, node: str | None, is_stderr: bool, text: str, is_settled: bool) -> None:
-        """Show what a stream's unfinished output is now, "" for none any more."""
+        """Show `text` as the node's unfinished output on this stream; "" removes it."""
         target = self._stream(is_stderr)
         if target is None:
             return
@@ -67,7 +71,7 @@ class Console:
                 _print(whole, target)
 
     def flush(self) -> None:
-        """Make visible what was printed and shown."""
+        """Redraw the last row and flush both streams."""
         with self._lock:
             self._draw()
         for target in (self._stream(False), self._stream(True)):
@@ -76,7 +80,10 @@ class Console:
                     target.flush()
 
     def lent(self) -> AbstractContextManager[TextIO] | None:
-        """Return a context in which a debugger has the terminal and no unfinished line is drawn; None: no terminal."""
+        """Return a context in which a debugger has the terminal and no unfinished line is drawn.
+
+        None if stdout is not a terminal.
+        """
         stdout = self._stream(False)
         return self._lent_to(stdout) if stdout is not None and _is_terminal(stdout) else None
 
@@ -112,7 +119,7 @@ class Console:
         for other in (self._stream(False), self._stream(True)):
             if other is not None and other is not target:
                 with contextlib.suppress(ValueError, OSError):
-                    other.flush()  # its lines belong above
+                    other.flush()  # its lines must appear above the row
         text = _in_one_row([(node, text) for (node, _), text in self._unfinished.items()], _columns(target) - 1)
         if self._row is None or self._row[0] is not target:
             self._erase()
@@ -143,7 +150,7 @@ def _columns(stream: TextIO) -> int:
 
 
 def _in_one_row(texts: list[tuple[str | None, str]], columns: int) -> str:
-    """Return all of them side by side, each cut to its share; as many as can be read."""
+    """Return the texts side by side, each cut to an equal share of the columns, and how many did not fit."""
     fitting = max(1, min(len(texts), (columns + len(_BETWEEN)) // (_MIN_SHARE + len(_BETWEEN))))
     rest = f" +{len(texts) - fitting}" if len(texts) > fitting else ""
     share = (columns - len(rest) - (fitting - 1) * len(_BETWEEN)) // fitting
@@ -151,7 +158,7 @@ def _in_one_row(texts: list[tuple[str | None, str]], columns: int) -> str:
 
 
 def cut(text: str, columns: int) -> str:
-    """Return as much of a line as fits into so many columns, without colors and control characters."""
+    """Return the beginning of a line that fits into `columns`, without colors and control characters."""
     text = _CONTROLS.sub("�", _ESCAPES.sub("", text).expandtabs())
     if text.isascii():
         return text[: max(0, columns)]
@@ -165,8 +172,8 @@ def cut(text: str, columns: int) -> str:
 
 
 def _print(text: str, target: TextIO) -> None:
-    """Print with what the target's encoding does not have escaped: the other lines must not be lost for it."""
-    with contextlib.suppress(ValueError, OSError):  # the launcher has closed it, or its reader is gone
+    """Print; characters that the target's encoding does not have are escaped, so that no line is lost."""
+    with contextlib.suppress(ValueError, OSError):  # the launcher has closed the stream, or its reader has ended
         try:
             target.write(text)
         except UnicodeEncodeError as error:

@@ -1,10 +1,10 @@
-"""What Python's fault handler prints when a signal such as SIGSEGV ends a process, as a traceback."""
+"""Read the output of Python's fault handler, which reports a signal such as SIGSEGV, as a Python traceback."""
 
 import linecache
 import re
 from collections.abc import Sequence
 
-MOST_LINES = 200  # of its output, with 100 frames and what was printed before
+MOST_LINES = 200  # enough for the fault handler's 100 frames and for some lines that the node printed before
 
 _SIGNALS = {
     "Aborted": "SIGABRT",
@@ -17,15 +17,15 @@ _SIGNALS = {
 _FATAL = "Fatal Python error: "
 _OWN_STACK = re.compile(r"(?:Stack|Current thread 0x\w+(?: \[.*\])?) \(most recent call first\):")
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)')
-_LAUNCHED = re.compile(r'  File "<string>", line 1, in <module>')  # how nodes are started
+_LAUNCHED = re.compile(r'  File "<string>", line 1, in <module>')  # the outermost frame of every node process
 _ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 
 
 def crash_traceback(lines: Sequence[str], how: str) -> tuple[Sequence[str], str]:
-    """Return what a process had printed before it crashed, and the Python stack of the crash as Python's traceback.
+    """Return the lines that a process printed before it crashed, and the stack of the crash as a traceback.
 
-    The traceback is empty where these last lines of the process do not tell of the signal in `how`: a child of the
-    process may have crashed before.
+    how: how the process ended; contains the signal's name. The traceback is empty if `lines`, the last lines of the
+    process, report another signal: then a child process has crashed earlier.
     """
     begin = max((index for index, line in enumerate(lines) if line.startswith(_FATAL)), default=None)
     if begin is None:
@@ -46,7 +46,7 @@ def crash_traceback(lines: Sequence[str], how: str) -> tuple[Sequence[str], str]
         frames.pop()
     if not frames:
         return lines, ""
-    printed = lines[:begin] if error in _SIGNALS else lines[: begin + 1]  # what an extension says, no signal tells
+    printed = lines[:begin] if error in _SIGNALS else lines[: begin + 1]  # keep an extension module's own message
     return printed, "\n".join(["Traceback (most recent call last):", *reversed(frames), lines[begin]])
 
 

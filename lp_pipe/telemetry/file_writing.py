@@ -1,4 +1,4 @@
-"""A file that only ever grows, and begins anew when somebody has deleted it."""
+"""Two ways to write a file: append to it for as long as a run lasts, or replace it as a whole."""
 
 import contextlib
 import os
@@ -8,26 +8,26 @@ from pathlib import Path
 
 
 class AppendOnlyFile:
-    """Opened when it is first written to."""
+    """A file that only grows. It is created by the first write, and again if it was deleted meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: FileIO | None = None
 
     def opened(self) -> FileIO:
-        """To write to its end.
+        """Return the open file; each write goes to its end.
 
         Raises:
-            OSError: it cannot be made: its folder was deleted, or is read-only, ….
+            OSError: the file cannot be created; for example, its folder was deleted or is read-only.
         """
         if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:
-            self.close()  # else all that is written would be gone, without an error
+            self.close()  # writes to a deleted file succeed, but their data is lost
         if self._file is None:
             self._file = self._path.open("ab", buffering=0)
         return self._file
 
     def close(self) -> None:
-        """Idempotent; the next `opened` goes on behind what is there."""
+        """Close the file; idempotent. The next `opened` appends to what is there."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -35,12 +35,12 @@ class AppendOnlyFile:
 
 
 def write_atomically(path: str | Path, text: str) -> None:
-    """Write it beside, then put it in the place of what was there: that stays where the disk is full.
+    """Write a temporary file in the same folder, then rename it to `path`; after an error the old file is unchanged.
 
-    Only what is no file of its own (a link, a device, a pipe) is written to in place.
+    A symbolic link, a device or a pipe is written to in place.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
@@ -54,4 +54,4 @@ def write_atomically(path: str | Path, text: str) -> None:
         aside.replace(path)
     finally:
         with contextlib.suppress(OSError):
-            aside.unlink()  # it is there where something was in the way
+            aside.unlink()  # exists only after an error

@@ -1,4 +1,4 @@
-"""The destinations of the lines that nodes print: a file per node, and the launcher's streams, with labels."""
+"""Destinations of the lines that nodes print: a file per node, and the launcher's streams, with labels."""
 
 import contextlib
 import errno
@@ -20,12 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 class LogOutput(Protocol):
-    """What takes the nodes' lines; `write` blocks while it cannot take more."""
+    """A destination for the nodes' lines. `write` blocks while it is full."""
 
     def write(self, node_id: str, is_stderr: bool, lines: list[bytes]) -> None: ...
 
     def show(self, node_id: str, is_stderr: bool, unfinished: Unfinished) -> None:
-        """Take what has no end yet, whole each time, until `write` brings its end."""
+        """Take a line that has not ended. Each call repeats the whole line, until `write` gets the finished one."""
 
     def flush(self) -> None: ...
 
@@ -34,7 +34,7 @@ class LogOutput(Protocol):
 
 @runtime_checkable
 class NodeOutputStream(Protocol):
-    """A stand-in for sys.stdout or sys.stderr that wants to know which node printed a line."""
+    """A replacement for sys.stdout or sys.stderr that is told which node printed each line."""
 
     def node_lines(self, node_id: str, lines: list[str]) -> None: ...
 
@@ -42,17 +42,17 @@ class NodeOutputStream(Protocol):
 
 
 class LogFiles:
-    """A file for each of the nodes `node_ids`; one thread writes.
+    """A log file for each of the nodes `node_ids`; only one thread may write.
 
-    A label that is no name of a file, or differs from another one only in upper and lower case, is shortened with a
-    hash: then an index in the run's folder says whose each is.
+    A label that is not a valid file name, or differs from another label only in case, is replaced by a hash in the
+    file's name. An index in the run's folder then maps file names to nodes.
     """
 
     def __init__(self, run_folder: RunFolder, node_ids: Iterable[str]) -> None:
         self._folder = run_folder.logs
         self._names = log_names(node_ids)
         self._files: dict[str, AppendOnlyFile] = {}
-        self._begun: dict[str, tuple[bool, bytes]] = {}  # by node: stream and text of a line without its end
+        self._begun: dict[str, tuple[bool, bytes]] = {}  # by node: is_stderr and text of a written line without end
         self._is_whole = True
         self._folder.mkdir(parents=True, exist_ok=True)
         _write_index(run_folder, self._names)
@@ -82,7 +82,7 @@ class LogFiles:
             console.show(node_id, is_stderr, unfinished.text.decode(errors="replace"), unfinished.is_settled)
 
     def _keep(self, node_id: str, is_stderr: bool, text: bytes) -> None:
-        """Append to the node's file, behind what it has of the same line."""
+        """Append to the node's file; of a line whose beginning is there, only the rest."""
         was_stderr, begun = self._begun.get(node_id, (is_stderr, b""))
         if begun:
             is_same = was_stderr == is_stderr and text.startswith(begun)
@@ -90,9 +90,9 @@ class LogFiles:
         try:
             self._append(node_id, text)
         except OSError as error:  # the disk is full, the folder was removed
-            # An end here would block every node.
+            # An exception here would end the log thread, and every node would block on its full pipe.
             if self._is_whole:
-                _log.warning("not all that the nodes print is in %s any more: %s", self._folder, error)
+                _log.warning("log files in %s are incomplete from now on: %s", self._folder, error)
             self._is_whole = False
 
     def _append(self, node_id: str, data: bytes) -> None:
@@ -111,9 +111,9 @@ class LogFiles:
 
 
 def _write_index(folder: RunFolder, names: Mapping[str, str]) -> None:
-    """Write whose the files are whose names do not say it; also of those that an earlier run has left here."""
+    """Add the files whose name does not tell their node to the folder's index; entries of an earlier run stay."""
     unclear = {name: node_id for node_id, name in names.items() if node_of_log(name) != node_id}
     if unclear:
-        with contextlib.suppress(OSError):  # as for the lines themselves: the run goes on
+        with contextlib.suppress(OSError):  # the run goes on without the index, as without log lines
             index = {**folder.node_ids_of_logs(), **unclear}
             write_atomically(folder.log_index, json.dumps(index, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The output of nodes: read from their pipes, and passed on line by line; what has no end yet after a moment."""
+"""Read the nodes' output from their pipes and pass it on line by line; unfinished lines after a short delay."""
 
 import logging
 import os
@@ -17,11 +17,13 @@ _log = logging.getLogger(__name__)
 _USUAL_LINES = 20
 _READ_BYTES = 1 << 16
 _WRITING_PATIENCE_S = 2.0
-_LAST_LOOKS = 4  # for what came while nobody took what was written; pipes of strangers may never be empty
+_LAST_LOOKS = (
+    4  # reads at the end, for data that came while the output was blocked; a bound, as pipes may never be empty
+)
 
 
 class _Stream:
-    """One pipe from one node."""
+    """A pipe from a node."""
 
     def __init__(self, node_id: str, is_stderr: bool) -> None:
         self.node_id = node_id
@@ -30,7 +32,7 @@ class _Stream:
 
 
 class LogPump:
-    """A thread that reads the nodes' pipes, with `selector`. While `output` takes no more, the nodes wait."""
+    """A thread that reads the nodes' pipes, with `selector`. While `output` blocks, the nodes' prints block, too."""
 
     def __init__(self, output: LogOutput, selector: selectors.BaseSelector) -> None:
         self._output = output
@@ -39,7 +41,7 @@ class LogPump:
         os.set_blocking(self._wake_read, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._new: deque[tuple[int, _Stream]] = deque()
-        self._waiting: dict[_Stream, float] = {}  # those with unfinished lines, and when they are to be looked at
+        self._waiting: dict[_Stream, float] = {}  # streams with unfinished lines, and when to look at each again
         self._last: dict[str, deque[str]] = {}
         self._open_pipes: dict[str, int] = {}
         self._changed = threading.Condition()
@@ -50,7 +52,7 @@ class LogPump:
         self._thread.start()
 
     def add_node(self, node_id: str) -> tuple[int, int]:
-        """Descriptors for the node's stdout and stderr; the caller closes them once the node has its own."""
+        """Return descriptors for the node's stdout and stderr; the caller closes them once the node has its copies."""
         pipes = _two_pipes()
         with self._changed:
             self._last.setdefault(node_id, deque(maxlen=MOST_LINES))
@@ -62,16 +64,16 @@ class LogPump:
         return pipes[0][1], pipes[1][1]
 
     def last_lines(self, node_id: str, patience_s: float = 0.5, most: int = _USUAL_LINES) -> list[str]:
-        """Return a node's last lines of both streams; wait a moment for the output of a node that has just died."""
+        """Return a node's last lines of both streams; wait up to `patience_s` for a dying node to close its pipes."""
         with self._changed:
             self._changed.wait_for(lambda: self._open_pipes.get(node_id, 0) == 0, patience_s)
             return list(self._last.get(node_id, ()))[-most:]
 
     def close(self, patience_s: float = 1.0) -> None:
-        """Write what is still in the pipes, then stop; pipes that strangers keep open are given up.
+        """Write what is still in the pipes, then stop. Pipes that other processes keep open are abandoned.
 
-        While nobody takes what is written (a pager, a stopped terminal), this returns after a while: the rest is
-        written when somebody does, for which the interpreter waits at its end.
+        If the output is blocked (by a pager or a stopped terminal), this returns after 2 s. The thread then writes the
+        rest once the output takes it, and the interpreter waits for that before it exits.
         """
         with self._changed:
             self._changed.wait_for(lambda: not any(self._open_pipes.values()), patience_s)
@@ -150,7 +152,7 @@ class LogPump:
 
 
 def _two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Both or, out of descriptors, none."""
+    """Return two pipes; open neither if only one of them can be opened."""
     first = os.pipe()
     try:
         return first, os.pipe()
@@ -161,13 +163,13 @@ def _two_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def join_or_leave(writing: threading.Thread, patience_s: float) -> None:
-    """Wait a while for a thread that writes the nodes' lines; where nobody reads them, it goes on, as `close` says."""
+    """Wait for a thread that writes the nodes' lines; after `patience_s` let it finish before the process exits."""
     writing.join(patience_s)
     if writing.is_alive():
         _unfinished.append(writing)
         _log.warning(
-            "nobody reads what this process writes (a pager, a stopped terminal?): what the nodes printed last is "
-            "neither there nor in their files until somebody does"
+            "the output of this process is blocked (by a pager or a stopped terminal?): the nodes' last lines are "
+            "neither printed nor in their log files until it is read"
         )
 
 
@@ -177,5 +179,5 @@ def _write_the_rest() -> None:
 
 
 _unfinished: list[threading.Thread] = []
-# At the end, and not a thread that is no daemon: that would be joined before runs that nobody has stopped end.
+# A callback, not a non-daemon thread: such a thread would be joined before the runs that are still live are stopped.
 call_before_threads_are_joined(_write_the_rest)

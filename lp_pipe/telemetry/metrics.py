@@ -1,4 +1,4 @@
-"""Numbers that nodes log: appended to a file, one JSON object a line, and passed on to displays."""
+"""Numbers that nodes log: appended to a file, one JSON object a line, and passed on to sinks such as displays."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MetricsRecord:
-    """What one `log_metrics` call said; `time` is in seconds since the epoch."""
+    """The values of one `log_metrics` call; `time` is in seconds since the epoch."""
 
     time: float
     node: str
@@ -31,11 +31,11 @@ Sink = Callable[[MetricsRecord], None]
 
 
 class MetricsLog:
-    """Writes metrics.jsonl and calls the sinks, in the thread that the record comes in.
+    """The file metrics.jsonl and the sinks; both are called in the thread that calls `record`.
 
     A line is {"time", "node", "step", "values": {name: number}}: a metric may have any name, also "step".
 
-    What cannot be written, or what a sink raises, is a warning, the first time: nobody's training ends because of it.
+    A line that cannot be written and an exception of a sink are logged as a warning once; training goes on.
     """
 
     def __init__(self, path: Path, sinks: tuple[Sink, ...] = ()) -> None:
@@ -46,17 +46,17 @@ class MetricsLog:
         self._warned_of: set[int] = set()
 
     def record(self, node: str, values: Mapping[str, float], step: int | None) -> None:
-        """Append one record. It is in the file when this returns, so that a killed run keeps its history."""
+        """Append one record. It is in the file when this returns, so a killed run keeps its history."""
         record = MetricsRecord(time.time(), node, step, dict(values))
         self._write(_to_json(record))
         for sink in self._sinks:
             try:
                 sink(record)
-            except Exception as error:  # the user's own; this thread serves a node
-                self._warn(sink, "the metrics sink %r has failed: %r", sink, error)
+            except Exception as error:  # user code; this thread serves a node
+                self._warn(sink, "metrics sink %r raised %r; later errors of this sink are not logged", sink, error)
 
     def record_event(self, node: str, event: str, step: int) -> None:
-        """Append what has happened at a step; the sinks, which take numbers, are not told."""
+        """Append an event that happened at a step; sinks get only numbers, so not this."""
         self._write(json.dumps({"time": round(time.time(), 3), "node": node, "event": event, "step": step}))
 
     def close(self) -> None:
@@ -68,16 +68,16 @@ class MetricsLog:
             try:
                 self._append(f"{line}\n".encode())
             except OSError as error:  # the disk is full, the folder was removed
-                self._warn(self._path, "metrics cannot be written to %s, and are left out: %s", self._path, error)
+                self._warn(self._path, "metrics cannot be written to %s and are dropped: %s", self._path, error)
 
     def _append(self, line: bytes) -> None:
-        """All of it or nothing: half a line would spoil the file for its readers."""
+        """Append the whole line, or nothing: half a line would make the file unreadable."""
         file = self._file.opened()
         end = os.fstat(file.fileno()).st_size
         try:
             written = file.write(line)
-            if written < len(line):  # the rest says why
-                file.write(line[written:])
+            if written < len(line):
+                file.write(line[written:])  # raises the error that cut the first write short
         except OSError:
             file.truncate(end)
             raise
@@ -89,41 +89,45 @@ class MetricsLog:
 
 
 def _to_json(record: MetricsRecord) -> str:
-    # JSON has no NaN or infinity; as strings they survive every reader.
+    # JSON has no NaN or infinity; every reader takes strings.
     values = {key: value if math.isfinite(value) else str(value) for key, value in record.values.items()}
     return json.dumps({"time": round(record.time, 3), "node": record.node, "step": record.step, "values": values})
 
 
 def as_numbers(metrics: Mapping[str, Any], step: Any) -> tuple[dict[str, float], int | None]:
-    """The arguments of `log_metrics`, without numpy's and torch's kinds of numbers.
+    """Return the arguments of `log_metrics` with numpy's and torch's numbers as Python's.
+
+    The conversion happens at the call, so that every launch mode takes the same values.
 
     Raises:
-        TypeError: no dict, a value is no number, a name no text, or step no int.
+        TypeError: metrics is no dict, a value no single number, a name no str, or step no int.
         ValueError: a name cannot be encoded.
     """
     if not hasattr(metrics, "items"):
-        raise TypeError(f"log_metrics({metrics!r}): a dict of names and numbers is needed, such as {{'loss': 0.5}}")
+        raise TypeError(f"log_metrics({metrics!r}): metrics must be a dict of numbers by name, such as {{'loss': 0.5}}")
     return {_name(name): _number(name, value) for name, value in metrics.items()}, _step(step)
 
 
 def _name(name: Any) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"log_metrics: the name {name!r} of a metric is not a str")
+        raise TypeError(f"log_metrics: the metric name {name!r} is not a str")
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"log_metrics: the name {name!r} of a metric has half a surrogate pair: no text") from error
+        raise ValueError(
+            f"log_metrics: the metric name {name!r} cannot be encoded: it has half a surrogate pair"
+        ) from error
     return str(name)
 
 
 def _number(name: str, value: Any) -> float:
     try:
-        if isinstance(value, str | bytes):  # float() would read some of them
+        if isinstance(value, str | bytes):  # float() would parse some of them
             raise TypeError("a text")
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: torch, of several elements
         raise TypeError(
-            f"log_metrics: {name!r} is of type {type(value).__name__}, but one number is needed ({error})"
+            f"log_metrics: {name!r} is of type {type(value).__name__}, but must be one number ({error})"
         ) from error
 
 
@@ -131,4 +135,4 @@ def _step(step: Any) -> int | None:
     try:
         return None if step is None else operator.index(step)
     except TypeError:
-        raise TypeError(f"log_metrics: step={step!r}: an int is needed") from None
+        raise TypeError(f"log_metrics: step must be an int, got step={step!r}") from None

@@ -1,4 +1,7 @@
-"""Where long work of this process is: in a schedule, say. Told in reports of hangs, and asked only then."""
+"""Positions of long-running work in this process, such as the current action of a schedule, for reports of hangs.
+
+A position is asked for only when a report is made.
+"""
 
 import threading
 import weakref
@@ -9,7 +12,7 @@ from lp_pipe.context import NodeContext, context
 
 class Positioned(Protocol):
     def position(self) -> str:
-        """In words; called from another thread than that which works."""
+        """Return the position in words; called from another thread than the one that works."""
 
 
 _known: "weakref.WeakKeyDictionary[Positioned, NodeContext]" = weakref.WeakKeyDictionary()
@@ -17,14 +20,14 @@ _lock = threading.Lock()
 
 
 def add(one: Positioned) -> None:
-    """It works for the node that this is called in; forgotten when it is gone."""
+    """Register work of the calling node; a weak reference, so it needs no removal."""
     node = context()
     with _lock:
         _known[one] = node
 
 
 def positions() -> list[tuple[NodeContext, str]]:
-    """Of all that are known, in the order in which they were added."""
+    """Return the node and position of all registered work, in the order of `add`."""
     with _lock:
         found = list(_known.items())
     return [(node, f"{node.name}: {one.position()}") for one, node in found]

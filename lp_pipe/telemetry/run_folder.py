@@ -1,13 +1,13 @@
-"""The files of a run: the one place that knows their names.
+"""The names of all files in a run's folder.
 
     run.json            how the run was launched, and how it ended (launch/run_records.py)
     graph.json          the program's graph, as `lp_pipe graph -o graph.json` writes it; graph.svg: its picture
     events.jsonl        what happened to the nodes, one JSON object a line (telemetry/events.py)
     metrics.jsonl       what nodes logged (telemetry/metrics.py)
-    failure.txt         every failure with its whole traceback
+    failure.txt         every failure with its full traceback
     hangs.log           reports of waits that took long
-    logs/               what each node printed; logs.json: the nodes of files whose names do not say it
-    debuggers/          which nodes stand in a debugger (launch/processes/node_stdin.py)
+    logs/               what each node printed; logs.json: the nodes of files whose names do not tell it
+    debuggers/          which nodes wait in a debugger (launch/processes/node_stdin.py)
     agents/             what the agents of a multi-host run printed
     checkpoints/        what Checkpoints saved
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lp_pipe.telemetry.file_names import node_of_log
 
-# What the launcher writes for people to look at: a run is not kept for these alone.
+# Files that the launcher writes in every run; a folder with nothing else has no results.
 _OF_THE_LAUNCHER = {
     *("run.json", "graph.json", "graph.svg", "events.jsonl", "failure.txt", "hangs.log", "logs", "logs.json", "agents"),
     "debuggers",
@@ -82,11 +82,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def has_checkpoints(self) -> bool:
-        """Whether `--resume` has something to go on from, in the usual place."""
+        """Return whether the usual place has a checkpoint that `--resume` can start from."""
         return any(self.checkpoints.glob("step-*"))
 
     def results(self) -> list[Path]:
-        """Return what the nodes made: metrics, checkpoints, files of their own.
+        """Return the files that nodes made: metrics, checkpoints, and their own files.
 
         Raises:
             OSError: the folder cannot be read.
@@ -99,7 +99,7 @@ class RunFolder:
         return {names.get(path.name) or node_of_log(path.name): path for path in self.logs.glob("*-*.log")}
 
     def node_ids_of_logs(self) -> dict[str, str]:
-        """Return node_ids by the names of their log files, of those whose label is no name of a file."""
+        """Return the node_id of each log file whose name does not tell it, by file name."""
         try:
             found = json.loads(self.log_index.read_text(encoding="utf-8"))
         except (OSError, ValueError):

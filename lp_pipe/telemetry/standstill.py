@@ -1,9 +1,9 @@
-"""Threads that stand still in torch.distributed: in a collective, at a rendezvous, in a backward that waits for one.
+"""Detect threads that wait in torch.distributed: in a collective, at a rendezvous, in a backward that waits for one.
 
-Nobody tells us of such a wait, and torch itself gives up after half an hour. But the kernel counts how long each thread
-has run: one that has not run at all from one look to the next waits for something. Only processes that use
-torch.distributed are looked at, and there no thread whose innermost frame is lp_pipe's or the standard library's: these
-wait for calls, locks, queues and sockets.
+torch does not report such a wait, and gives up only after half an hour. But the kernel counts how long each thread has
+run: a thread that has not run at all between two looks waits for something. Only processes that use torch.distributed
+are examined. Threads whose innermost frame is in lp_pipe or the standard library are skipped: they wait for calls,
+locks, queues and sockets.
 """
 
 import os
@@ -17,21 +17,24 @@ from typing import NamedTuple
 from lp_pipe.telemetry.tracebacks import owner_of
 
 _TORCH_DISTRIBUTED = "/torch/distributed/"
-_WRAPPERS = ("c10d_logger.py", "_contextlib.py")  # around each of torch's functions
+_WRAPPERS = ("c10d_logger.py", "_contextlib.py")  # decorators around torch's collectives
 
 
 class Standstill(NamedTuple):
-    """since: time.monotonic, not earlier than the look before. what: of torch, "all_reduce()"; "": the user's code."""
+    """A thread that has not run since an earlier look.
+
+    since: time.monotonic() of that look. what: torch's function, such as "all_reduce()"; "" in user code.
+    """
 
     since: float
     what: str
 
 
-_ran: dict[int, tuple[str, float]] = {}  # by thread: for how long it had run, and when that was seen first
+_ran: dict[int, tuple[str, float]] = {}  # by thread ident: its run time, and when that value was first seen
 
 
 def find_standstill(thread: threading.Thread | None, frame: FrameType | None) -> Standstill | None:
-    """What it stands still in since an earlier call of this; None where it runs, or waits for something else."""
+    """Return where the thread has waited since an earlier call; None if it runs, or waits for something else."""
     if thread is None or thread.ident is None or frame is None or not _may_wait_for_ranks(frame):
         return None
     ran = _time_run(thread)
@@ -58,7 +61,7 @@ def _is_of_torch_distributed(frame: FrameType | None) -> bool:
 
 
 def _torch_call(frame: FrameType | None) -> str:
-    """What the user's innermost line has called of torch; of torch.distributed, where that is on the way."""
+    """Return the function that the user's innermost line has called; torch.distributed's, if one is in the stack."""
     found: list[FrameType] = []
     while frame is not None and owner_of(frame.f_code.co_filename) is not None:
         if not frame.f_code.co_filename.endswith(_WRAPPERS):
@@ -69,8 +72,8 @@ def _torch_call(frame: FrameType | None) -> str:
 
 
 def _time_run(thread: threading.Thread) -> str:
-    """Nanoseconds on a core, and how often it was put on one; "" where the kernel does not say."""
-    # A main thread's native_id is that of the process it was forked from.
+    """Return the thread's nanoseconds on a core and its number of time slices; "" if the kernel does not tell."""
+    # After a fork the main thread's native_id is still that of the parent process.
     number = os.getpid() if thread is threading.main_thread() else thread.native_id
     try:
         on_core_ns, _, turns = Path(f"/proc/self/task/{number}/schedstat").read_text().split()

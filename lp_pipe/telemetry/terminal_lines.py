@@ -1,8 +1,8 @@
-r"""The lines of one output stream as a terminal shows them: "\r", erasing and moves of the cursor are carried out.
+r"""The lines of one output stream as a terminal shows them: "\r", erasing and cursor movements are applied.
 
-A line is finished once the cursor has left it downwards and is not expected back. Nested progress bars move down and up
-again in one go, so a line that was overwritten is held for a moment. A program that redraws several lines (rich hides
-the cursor meanwhile) has them held longer.
+A line is finished once the cursor has moved below it and is not expected back. Nested progress bars move down and up
+again at once, so a line that was overwritten is held for 0.1 s. Lines of a program that redraws several lines, as rich
+does while the cursor is hidden, are held for 1 s.
 """
 
 import re
@@ -20,15 +20,15 @@ _MAX_ROWS = 64
 _ROW_MOVES = re.compile(rb"\n|\x1b\[(?P<count>\d*)(?P<way>[AB])|\x1b\[\?25(?P<cursor>[hl])")
 _ROW_ESCAPES = re.compile(rb"\x1b\[(?:\d*[AB]|\?25[hl])")
 _INCOMPLETE = re.compile(rb"\x1b(?:\[[0-9;?]*)?\Z")
-# Everything that moves the cursor in its row, or erases; colors ("m") change nothing but looks.
+# Everything that moves the cursor in its row, or erases. Colors ("m") do neither.
 _EDIT = re.compile(rb"[\r\x08]|\x1b\[[0-9;?]*[A-Za-ln-z]")
 _TOKEN = re.compile(r"(?P<plain>[\r\x08])|\x1b\[(?P<number>[0-9;?]*)(?P<kind>[A-Za-z])")
 
 
 class Unfinished(NamedTuple):
-    """The part of a stream's output that has no end yet: one row, or the rows of several bars.
+    """The unfinished part of a stream's output: one row, or the rows of several progress bars.
 
-    is_settled: it only ever grew, and has not for a while: a prompt.
+    is_settled: the row was only appended to, and not for 1 s; it is probably a prompt.
     """
 
     text: bytes
@@ -50,9 +50,9 @@ class _TerminalRow:
 
 
 class TerminalLines:
-    """Takes bytes as they come; gives finished lines, and from time to time what is unfinished.
+    """A parser that takes bytes as they arrive and returns finished lines, and now and then the unfinished ones.
 
-    Times are the caller's, in seconds; after `due` (None: nothing is waited for) `look` has something to say.
+    The caller gives all times, in seconds. At the time `due` it should call `look`; None: not before the next `feed`.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class TerminalLines:
         self._heard_at = 0.0
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
-        """Return the lines that are finished by `data`."""
+        """Return the lines that `data` finishes."""
         self._heard_at = now
         if self._unshown_since is None:
             self._unshown_since = now
@@ -82,7 +82,7 @@ class TerminalLines:
         return lines
 
     def close(self) -> list[bytes]:
-        """Return what is left when the stream has ended; the last call."""
+        """Return the remaining lines; the last call, when the stream has ended."""
         self._rows[self._cursor].raw += self._incomplete
         lines = [_rendered(row.raw) for row in self._rows]
         while lines and not lines[-1]:
@@ -90,7 +90,7 @@ class TerminalLines:
         return lines
 
     def look(self, now: float) -> tuple[list[bytes], Unfinished | None]:
-        """Return held lines that are finished by now, and what is unfinished if that is to be shown now."""
+        """Return held lines that are now finished, and the unfinished output if it should be shown now."""
         lines = self._take_finished(now)
         if lines:
             self._shown = Unfinished(b"", False)
@@ -105,7 +105,7 @@ class TerminalLines:
 
     @property
     def due(self) -> float | None:
-        """When `look` is to be called next, unless something comes before."""
+        """The time for the next call of `look`, unless `feed` is called before."""
         times = [self._rows[0].left_at + self._held_s] if self._cursor else []
         if self._unshown_since is not None:
             times.append(self._unshown_since + SHOW_AFTER_S)
@@ -129,7 +129,7 @@ class TerminalLines:
         return Unfinished(b"\n".join(rows), self._may_settle and now >= self._heard_at + _SETTLED_AFTER_S)
 
     def _take_plain(self, data: bytes) -> tuple[list[bytes], bytes]:
-        """Return the lines that come before any edit, and the rest from there on; nearly all output is such lines."""
+        """Return the lines before the first edit, and the rest of the data. A fast path: most output has no edits."""
         row = self._rows[0]
         whole = row.raw + data
         if b"\x1b" in data and _ROW_ESCAPES.search(whole):
@@ -176,7 +176,7 @@ class TerminalLines:
                 self._go_down(now)
         else:
             rows = int(move["count"] or 1)
-            self._is_drawing |= rows > self._cursor  # lines that were finished too early, so next time hold them
+            self._is_drawing |= rows > self._cursor  # these lines were finished too early: hold such lines from now on
             self._cursor = max(0, self._cursor - rows)
             self._rows[self._cursor].raw += b"\r"
 
@@ -205,7 +205,7 @@ class TerminalLines:
 
 
 def _rendered(raw: bytes) -> bytes:
-    """Return what a terminal shows of one row."""
+    """Return one row as a terminal shows it."""
     raw = raw.removesuffix(b"\r")
     if not _is_edited(raw):
         return raw
@@ -221,7 +221,7 @@ def _compacted(raw: bytes) -> bytes:
 
 
 def _drawn(raw: bytes) -> tuple[bytes, int, int]:
-    """Return the row with its edits carried out, the cursor's column, and the width. A letter counts as one column."""
+    """Return the row with its edits applied, the cursor's column, and the width. A letter counts as one column."""
     text = raw.decode(errors="surrogateescape")
     if "\x1b" not in text and "\x08" not in text:
         shown, part = "", ""
@@ -229,7 +229,7 @@ def _drawn(raw: bytes) -> tuple[bytes, int, int]:
             shown = part + shown[len(part) :]
         shown = shown.rstrip(" ")
         return shown.encode(errors="surrogateescape"), len(part), len(shown)
-    text = text[max(0, text.rfind("\r\x1b[K"), text.rfind("\r\x1b[2K")) :]  # nothing is left of what came before
+    text = text[max(0, text.rfind("\r\x1b[K"), text.rfind("\r\x1b[2K")) :]  # these erase everything before them
     cells: list[tuple[str, str]] = []  # letter and colors
     column, colors, place = 0, "", 0
     for token in [*_TOKEN.finditer(text), None]:
@@ -250,7 +250,7 @@ def _drawn(raw: bytes) -> tuple[bytes, int, int]:
         elif kind in "CDG" and (number.isdecimal() or not number):
             count = min(int(number or 1), _MAX_SHOWN_BYTES)
             column = {"C": column + count, "D": max(0, column - count), "G": max(0, count - 1)}[kind]
-    shown = _with_colors(cells)  # which takes the blanks from their end
+    shown = _with_colors(cells)  # removes blanks from the end of `cells`
     return shown.encode(errors="surrogateescape"), column, len(cells)
 
 

@@ -1,4 +1,4 @@
-"""Tracebacks for people: the user's own frames in a line each, everybody else's folded."""
+"""Short tracebacks: one line for each of the user's frames; frames of libraries are folded into a count."""
 
 import re
 import sys
@@ -12,8 +12,8 @@ from pathlib import Path
 
 _HEADER = "Traceback (most recent call last):"
 _GROUP_HEADER = f"Exception Group {_HEADER}"
-# What Python draws around an exception group: "  | " before its lines, "  +-+------ 1 ------" before each member,
-# and "    +-------------" behind the last one.
+# Python prints an exception group with "  | " before its lines, "  +-+------ 1 ------" before each member, and
+# "    +-------------" after the last one.
 _MARGIN = re.compile(r"^(?: +\| ?)*")
 _SEPARATOR = re.compile(r" *\+(?:-\+)?-{4,}(?: (?P<member>[\d.]+) -{4,})?$")
 _FRAME = re.compile(r'  File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
@@ -34,7 +34,7 @@ class _PrintedFrame:
 
 @dataclass
 class _PrintedException:
-    """One exception: its frames, the first line of what it says, and those behind it."""
+    """An exception of a printed traceback: its frames, the first line of its message, and the lines after that."""
 
     frames: list[_PrintedFrame] = field(default_factory=list)
     error: str = ""
@@ -43,10 +43,10 @@ class _PrintedException:
 
 
 def fold_traceback(text: str, folder: Path | None = None) -> list[str]:
-    """The frames of a traceback as Python prints it, outermost first, with its causes and remote calls.
+    """Return the frames of a traceback that Python printed, outermost first, with its causes and remote calls.
 
-    Between two exceptions stands what the first one says; what the last one says is the caller's to print. Behind an
-    exception group its members stand, with what they say.
+    Between the frames of two exceptions is the first one's message. The last one's message is left out: the caller
+    prints it. The members of an exception group follow it, with their messages.
     folder: file names below it are shown relative to it.
     """
     found = _blocks(text)
@@ -55,7 +55,7 @@ def fold_traceback(text: str, folder: Path | None = None) -> list[str]:
     for block in blocks:
         lines += _folded(block.frames, folder)
         if block is not blocks[-1] and block.error:
-            remote = _REMOTE_CALL.match(block.error)  # its class says no more than what is said after "raised"
+            remote = _REMOTE_CALL.match(block.error)  # the message repeats the class's name after "raised"
             lines.append(shortened(remote["call"] if remote else block.error))
     for member in _members(found) if blocks else ():
         lines += [*_folded(member.frames, folder), shortened(member.error)]
@@ -63,7 +63,7 @@ def fold_traceback(text: str, folder: Path | None = None) -> list[str]:
 
 
 def folded_message(message: str, folder: Path | None = None) -> list[str]:
-    """Its lines; of a traceback in it (a DataLoader's worker hands one on) what it ends in, and the user's frames."""
+    """Return an error message's lines, with a traceback inside it folded (a DataLoader's worker passes one on)."""
     lines = message.splitlines() or [""]
     header = next((index for index, line in enumerate(lines) if index and line.endswith(_HEADER)), None)
     if header is None:
@@ -74,20 +74,20 @@ def folded_message(message: str, folder: Path | None = None) -> list[str]:
 
 
 def notes(text: str) -> list[str]:
-    """What was added to the last exception of a traceback (add_note), each note once; behind further lines it says.
+    """Return the lines after the first line of the last exception's message: more of the message, then its notes.
 
-    Nothing where there is no traceback: a process that was killed has left what it printed last.
+    Each line once. Empty if the text is no traceback: a killed process leaves what it printed last.
     """
     return [line for line in dict.fromkeys(_last(text).more) if line]
 
 
 def shortened(line: str, letters: int = _MAX_LETTERS) -> str:
-    """The line, cut where it would fill a screen."""
+    """Return the line, cut to at most `letters`."""
     return line if len(line) <= letters else line[: letters - 1] + "…"
 
 
 def is_of_user(file: str) -> bool:
-    """Whether it is the user's own code: not lp_pipe's, the standard library's or an installed package's."""
+    """Return whether a file is user code: not of lp_pipe, the standard library or an installed package."""
     return owner_of(file) is None
 
 
@@ -97,13 +97,13 @@ def owners_of_frames(lines: Iterable[str]) -> set[str | None]:
 
 
 def _blocks(text: str) -> list[_PrintedException]:
-    """One for each exception, in the order of the text: a cause before its effect, a remote error after its call.
+    """Return the exceptions in the order of the text: a cause before its effect, a remote error after its call.
 
     The members of an exception group follow it.
     """
     has_groups = _GROUP_HEADER in text
     found: list[_PrintedException] = []
-    block = group = _PrintedException()  # of lines before the first header
+    block = group = _PrintedException()  # takes the lines before the first header
     for line in text.splitlines():
         if has_groups:
             line = _MARGIN.sub("", line, count=1)
@@ -135,13 +135,13 @@ def _add(line: str, block: _PrintedException) -> None:
 
 
 def _last(text: str) -> _PrintedException:
-    """The last exception, or the group that it is in."""
+    """Return the last exception, or the group that contains it."""
     *_, last = [_PrintedException(), *(block for block in _blocks(text) if not block.is_member)]
     return last
 
 
 def _members(blocks: list[_PrintedException]) -> list[_PrintedException]:
-    """Each once, where it has its frames: a remote error repeats those of the group that it stands for."""
+    """Return each member of exception groups once, with its frames: a remote error repeats its group's members."""
     found: dict[str, _PrintedException] = {}
     for block in blocks:
         if block.is_member and block.error:
@@ -152,7 +152,7 @@ def _members(blocks: list[_PrintedException]) -> list[_PrintedException]:
 def _folded(frames: list[_PrintedFrame], folder: Path | None) -> Iterator[str]:
     is_own = [owner_of(frame.file) is None for frame in frames]
     if any(is_own):
-        frames = frames[is_own.index(True) :]  # how lp_pipe came to call the user's code is nobody's concern
+        frames = frames[is_own.index(True) :]  # drop lp_pipe's frames that lead to the user's code
     for is_foreign, members in groupby(frames, key=lambda frame: owner_of(frame.file) is not None):
         if is_foreign:
             yield _fold(list(members))
@@ -174,7 +174,7 @@ def _described(frame: _PrintedFrame, folder: Path | None) -> str:
 
 
 def owner_of(file: str) -> str | None:
-    """Whose code it is; None for the user's."""
+    """Return which package a file belongs to; None for user code."""
     if file.startswith(_PACKAGE):
         return "lp_pipe"
     installed = _INSTALLED.search(file)
@@ -184,7 +184,7 @@ def owner_of(file: str) -> str | None:
 
 
 def stack_of(thread: threading.Thread) -> str:
-    """Its Python stack right now; in words where it has none, because it has ended meanwhile."""
+    """Return a thread's current Python stack; a sentence in its place if the thread has ended."""
     frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
-    # Without a frame traceback would give the stack of the caller.
+    # For None, traceback.format_stack would return the caller's stack.
     return "".join(traceback.format_stack(frame)) if frame is not None else "(it has just ended)"

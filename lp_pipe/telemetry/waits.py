@@ -1,10 +1,10 @@
-"""What every thread of this process is at, as far as other nodes are concerned: whom it waits for, whom it serves.
+"""A record of what each thread of this process waits for and which call it serves.
 
-    with waits.waiting("call", target, "step"):   # only around what may block
+    with waits.waiting("call", target, "step"):   # only around an operation that may block
         ...
 
-Costs a third of a microsecond: two writes into a dict by thread. Everything else is done by who looks, which is only
-the watch for hangs (launch/hangs/hang_watch.py), every few seconds.
+Costs a third of a microsecond: two writes into a dict by thread. All other work happens in `look`, which only the watch
+for hangs calls (launch/hangs/hang_watch.py), every few seconds.
 """
 
 import contextlib
@@ -24,27 +24,27 @@ from lp_pipe.context import NodeContext, context_of_thread, current_context
 from lp_pipe.telemetry.standstill import Standstill, find_standstill
 from lp_pipe.telemetry.tracebacks import is_of_user
 
-# Kinds of activities: what keeps a node's own code (run, a constructor) or a handler going, and what it waits for.
+# Kinds of activities. MAIN is a node's own code (run, a constructor), HANDLER a call that it serves, the rest are waits.
 MAIN, HANDLER, CALL, RESOLVE, RECEIVE, SEND = "main", "handler", "call", "resolve", "receive", "send"
-IDLE = "idle"  # the node's own code has nothing to do until the stop: it serves
-DEBUGGER = "debugger"  # the node's code stands at a prompt, and `what` says where
-RANKS = "ranks"  # of torch.distributed: nobody tells of this wait, it is seen
+IDLE = "idle"  # the node's own code has ended, and the node serves calls until the stop
+DEBUGGER = "debugger"  # the node's code waits at a debugger's prompt; `what` says where
+RANKS = "ranks"  # a wait in torch.distributed: not recorded, but detected (standstill.py)
 WAITS = (CALL, RESOLVE, RECEIVE, SEND, RANKS)
 
 
 @dataclass
 class Target:
-    """A server or a channel's other end. peer: its node's name, once it is known."""
+    """A server, or the other end of a channel. peer: the name of its node, once that is known."""
 
     endpoint: str = ""
     address_id: str = ""
     peer: str = ""
 
 
-class waiting:  # contextlib's way to make one costs five times as much
-    """Around a wait or a handler of the calling thread; they nest, as calls of inline servers do.
+class waiting:  # not @contextmanager, which costs five times as much
+    """A context around a wait or a handler of the calling thread. Contexts nest, as calls of inline servers do.
 
-    what: the method, or the channel. ends: whether it ends by itself, at a deadline.
+    what: the method, or the channel. ends: whether the wait has a deadline.
     """
 
     __slots__ = ("ends", "kind", "node", "outer", "since", "target", "what")
@@ -74,7 +74,7 @@ class waiting:  # contextlib's way to make one costs five times as much
 
 
 class awaiting(waiting):
-    """A wait of a coroutine, which keeps no thread."""
+    """A context around a wait of a coroutine, which occupies no thread."""
 
     __slots__ = ()
 
@@ -95,12 +95,12 @@ _awaited: dict[int, waiting] = {}
 
 
 class Activity(NamedTuple):
-    """One thing that a thread is at.
+    """A wait or a handler of a thread.
 
-    node: whose code it is (filled in by who knows the program); "" for the launcher's.
+    node: the node that runs the code; filled in by the reader, which knows the program. "" for the launcher.
     thread: its ident; a coroutine counts as a thread of its own.
-    started: with `thread` it names the activity within its process; not a time for people.
-    place: where the user's code is, "train.py:41 in step"; only of what a thread does last, and not of new ones.
+    started: time.monotonic(); with `thread` it identifies the activity within its process.
+    place: the line of user code, "train.py:41 in step"; only of a thread's innermost activity, and not of young ones.
     """
 
     node: str
@@ -121,9 +121,9 @@ class Activity(NamedTuple):
 
 
 class PoolStatus(NamedTuple):
-    """The threads of a server.
+    """The state of a server's thread pool.
 
-    size: 0 for inline. active: calls in progress, also those that need no thread. quick: methods that need none.
+    size: 0 for an inline server. active: calls in progress, with or without a thread. quick: methods that need none.
     """
 
     endpoint: str
@@ -136,7 +136,7 @@ _pools: dict[str, "weakref.WeakMethod[Callable[[], PoolStatus]]"] = {}
 
 
 def add_pool(endpoint: str, describe: Callable[[], PoolStatus]) -> None:
-    """A server listens from now on; `describe` is its method."""
+    """Register a server that listens now; `describe` must be a bound method, of which a weak reference is kept."""
     _pools[endpoint] = weakref.WeakMethod(describe)
 
 
@@ -145,18 +145,18 @@ def remove_pool(endpoint: str) -> None:
 
 
 def pools() -> list[PoolStatus]:
-    """The servers of this process."""
+    """Return the state of all servers of this process."""
     found = [(endpoint, reference()) for endpoint, reference in list(_pools.items())]
     return [describe() for _, describe in found if describe is not None]
 
 
 def look(old_s: float) -> list[tuple[NodeContext | None, Activity]]:
-    """What every thread is at, outermost first, with the node that it belongs to.
+    """Return the activities of all threads, outermost first, each with its node.
 
-    old_s: from this age on the place in the user's code is worth looking up.
+    old_s: activities of at least this age also get their place in the user's code.
     """
     now = time.monotonic()
-    innermost = dict(_innermost)  # as a whole: dict() of a dict runs no Python code
+    innermost = dict(_innermost)  # atomic: dict() of a dict runs no Python code
     frames = sys._current_frames() if any(now - one.since >= old_s for one in innermost.values()) else {}
     threads = {thread.ident: thread for thread in threading.enumerate()}
     found: list[tuple[NodeContext | None, Activity]] = []
@@ -194,7 +194,7 @@ def _standing(still: Standstill, thread: int, now: float, place: str) -> Activit
 
 
 def place_of(frame: FrameType | None) -> str:
-    """The innermost line of the user's code: "train.py:41 in step"; "" when there is none."""
+    """Return the innermost line of user code, such as "train.py:41 in step"; "" if there is none."""
     while frame is not None:
         code = frame.f_code
         if is_of_user(code.co_filename):
@@ -204,7 +204,7 @@ def place_of(frame: FrameType | None) -> str:
 
 
 def _shown(path: Path) -> Path:
-    """Relative where it lies below the current folder."""
+    """Return the path relative to the current folder, if it is below it."""
     with contextlib.suppress(OSError, ValueError):  # the current folder was removed, or is elsewhere
         return path.relative_to(Path.cwd())
     return path

@@ -149,13 +149,13 @@ def test_numbers_of_numpy_and_torch_are_logged_in_thread_mode_as_in_processes(no
 @pytest.mark.parametrize(
     ("metrics", "step", "message"),
     [
-        ({"loss": "0.5"}, None, "'loss' is of type str, but one number is needed"),
+        ({"loss": "0.5"}, None, "'loss' is of type str"),
         ({"loss": None}, None, "'loss' is of type NoneType"),
         ({"loss": torch.ones(3)}, None, "'loss' is of type Tensor"),
         ({"loss": 10**400}, None, "'loss' is of type int"),
-        ("loss", None, r"log_metrics\('loss'\): a dict of names and numbers is needed"),
-        ({1: 2.0}, None, "the name 1 of a metric is not a str"),
-        ({"loss": 1.0}, 1.5, "step=1.5: an int is needed"),
+        ("loss", None, r"log_metrics\('loss'\)"),
+        ({1: 2.0}, None, "name 1 "),
+        ({"loss": 1.0}, 1.5, "step=1.5"),
     ],
 )
 def test_what_is_no_number_is_named(metrics: Any, step: Any, message: str) -> None:
