@@ -1,6 +1,6 @@
 """Consistent, verified checkpoints of a whole program: stages, trainer, and any node that has a state.
 
-A checkpoint is a folder `step-00000100`; its manifest, with every file's size and checksum, makes it one. Needs no
+A checkpoint is a folder such as `step-00000100` with a manifest, which has every file's size and checksum. Needs no
 torch.
 """
 

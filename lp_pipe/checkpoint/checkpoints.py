@@ -1,4 +1,4 @@
-"""Saving and restoring the parts of a program together."""
+"""Save and restore the parts of a program together."""
 
 import contextlib
 import logging
@@ -30,22 +30,23 @@ class Checkpoints:
     """The checkpoints of a run, in `folder`.
 
         checkpoints = Checkpoints({"pipeline": pipeline, "replay": replay, "trainer": self})
-        checkpoints.restore()          # after `lp_pipe launch … --resume=RUN`: go on from the newest good one
+        checkpoints.restore()          # after `lp_pipe launch … --resume=RUN`: continue from the newest undamaged one
         ...
         checkpoints.save(step)         # between two steps: nothing else may change a part meanwhile
 
-    Made and used in the node that drives the others, so that a checkpoint is one consistent cut: whatever happens
-    before the call of `save` is in it on every part, whatever comes after it on none.
+    Create and use it in the node that drives the others. Then a checkpoint is one consistent cut: it contains all that
+    happened before the call of `save`, in every part, and nothing that happened after it.
 
-    A part that is a client of another node has lost its state when that node is started again. From now on the node
-    then answers each call with a StateLost, whichever node calls, until it was restored.
+    A part that is a client of another node loses its state when that node is restarted. Once this object exists, a
+    restarted node answers every call, of any caller, with StateLost until its state is restored.
 
-    folder: default: `checkpoints` in the run's folder. keep: how many of the newest; older ones are deleted.
-    keep_best: how many of the best are kept besides, by the metric `monitor` that `save` or `record` was given; of
-        equal ones the oldest. mode: "min" or "max": which value is the best. One without that metric, or with NaN, is
-        never among them.
-    may_fail: a checkpoint that cannot be written (the disk is full) is a warning in the log, not an error. That hosts
-        do not share the folder is always one.
+    folder: default: `checkpoints` in the run's folder.
+    keep: how many of the newest checkpoints are kept; older ones are deleted.
+    keep_best: how many of the best checkpoints are kept besides, by the metric `monitor` that was given to `save` or
+        `record`; of equal ones the oldest. mode: "min" or "max", which value is the best. A checkpoint without that
+        metric, or with NaN, is never among the best.
+    may_fail: log a warning instead of raising when a checkpoint cannot be written (the disk is full). A folder that the
+        hosts do not share is always an error.
     """
 
     def __init__(
@@ -60,13 +61,13 @@ class Checkpoints:
         may_fail: bool = False,
     ) -> None:
         """Raises:
-        ValueError: `keep` is below 1, or `keep_best`, `monitor` or `mode` makes no sense.
-        RuntimeError: outside of a node there is no run's folder.
+        ValueError: `keep` is below 1, or `keep_best`, `monitor` or `mode` is invalid.
+        RuntimeError: called outside of a node without `folder`: there is no run's folder.
         """
         if keep < 1:
-            raise ValueError(f"keep={keep}: keep at least 1 checkpoint")
+            raise ValueError(f"keep must be at least 1, got keep={keep}")
         self._ranking = Ranking(keep_best, monitor, mode)
-        self._recorded: dict[str, float] = {}  # of the next checkpoint
+        self._recorded: dict[str, float] = {}  # metrics for the next checkpoint
         self._parts: dict[str, Any] = dict(parts)
         self._names = folders.part_names(self._parts)
         self.folder = Path(folder) if folder is not None else RunFolder(Path(context().run_dir)).checkpoints
@@ -78,18 +79,18 @@ class Checkpoints:
         self._writing: threading.Thread | None = None
         self._error: Exception | None = None
         self._node = current_context()
-        if self._node is not None:  # however it ends: a resumed program in the same process would find half of it
+        if self._node is not None:  # else a program that resumes in this process could find a half-written checkpoint
             self._node.exit_stack.callback(self._join)
 
     def save(self, step: int, *, wait: bool = True, metrics: Mapping[str, Any] | None = None) -> None:
         """Save all parts as they are now.
 
         metrics: numbers that are kept with the checkpoint, such as {"validation_loss": 0.5}; see `record`.
-        wait: until it is on the disk. Else only until every part has been copied in memory: training goes on while it
-        is written, and `wait_until_written` or the next `save` says whether that went well.
+        wait: return once the checkpoint is on the disk. Otherwise return once every part has been copied in memory:
+            training continues during the write, and `wait_until_written` or the next `save` raises its error.
 
         Raises:
-            CheckpointError: this one or the one before cannot be written (unless `may_fail`); older ones stay good.
+            CheckpointError: this checkpoint or the one before cannot be written (unless `may_fail`); older ones stay.
             ValueError: there are metrics, but not the one that `monitor` names.
         """
         self.record(metrics or {})
@@ -102,38 +103,38 @@ class Checkpoints:
         except OSError as error:
             return self._failed(step, error)
         writing = threading.Thread(target=self._write, args=(step, aside, writes, metrics), name="checkpoint")
-        writing.start()  # before it counts: the system may have no more
+        writing.start()  # before the assignment: it raises if the system has no more threads
         self._writing = writing
         if wait:
             self.wait_until_written()
 
     def record(self, metrics: Mapping[str, Any]) -> None:
-        """Keep numbers with the next checkpoint, as `save(metrics=…)` does: for the body of a loop over `steps`.
+        """Keep numbers with the next checkpoint, as `save(metrics=…)` does. For the body of a loop over `steps`.
 
-        They belong to the model as it is now: `steps` forgets them where it saves nothing after this step.
+        The numbers describe the model as it is now: if `steps` saves nothing after this step, it drops them.
 
         Raises:
-            TypeError: a value is no number, a name no text.
+            TypeError: a value is no number, or a name no str.
         """
         self._recorded |= as_numbers(metrics, None)[0]
 
     def best(self) -> Checkpoint | None:
-        """Return the best checkpoint without damage, by its metric `monitor`; None when none has it.
+        """Return the undamaged checkpoint with the best `monitor`; None if none has that metric.
 
-        `best.step`, `best.metrics`; a pipeline that is the part "pipeline" loads `best.path / "pipeline"`. One that is
-        being written is waited for.
+        It has `step` and `metrics`; a pipeline that is the part "pipeline" loads `best().path / "pipeline"`.
+        Waits for a checkpoint that is being written.
 
         Raises:
-            ValueError: there is no `monitor`.
+            ValueError: no `monitor` was given.
         """
         self._join()
         return next((found for found in self._ranking.best_first(self.folder) if not found.damage()), None)
 
     def wait_until_written(self) -> None:
-        """Until no checkpoint is being written.
+        """Wait until no checkpoint is being written.
 
         Raises:
-            CheckpointError: the last one cannot be written (unless `may_fail`).
+            CheckpointError: the last one could not be written (unless `may_fail`).
         """
         self._join()
         self._writing = None
@@ -142,12 +143,12 @@ class Checkpoints:
             raise error
 
     def restore(self) -> Checkpoint | None:
-        """Bring all parts to the newest checkpoint without damage; None when there is none at all.
+        """Load the newest undamaged checkpoint into all parts and return it; None if there is no checkpoint.
 
-        A damaged one is left out, with a warning that names its files. One that is being written is waited for.
+        Skips damaged checkpoints, with a warning that names their files. Waits for one that is being written.
 
         Raises:
-            CheckpointError: all are damaged, or it has other parts.
+            CheckpointError: all checkpoints are damaged, or the newest undamaged one has other parts.
         """
         self._join()
         folders.put_back(self.folder)
@@ -163,9 +164,9 @@ class Checkpoints:
                 self._load(found)
                 return found
             damaged.append(f"{path}: {'; '.join(wrong)}")
-            _log.warning("checkpoint %s is damaged and left out", damaged[-1])
+            _log.warning("skipping a damaged checkpoint, %s", damaged[-1])
         if damaged:
-            raise CheckpointError("no checkpoint is without damage: " + "\n".join(damaged))
+            raise CheckpointError("all checkpoints are damaged: " + "\n".join(damaged))
         return None
 
     def steps(
@@ -178,26 +179,27 @@ class Checkpoints:
         tries: int = 3,
         on_poison: str = "stop",
     ) -> Iterator[Any]:
-        """The results of `pipeline.steps` until `total` are done, with a checkpoint after every `save_every` of them.
+        """Yield the results of `pipeline.steps` until `total` are done; save a checkpoint every `save_every` steps.
 
-        Begins where the newest checkpoint is. When a node that takes part dies and is restarted in its place
-        (`on_failure="restart"`), all parts go back to the newest checkpoint, and the steps since then come again, with
-        the same results. Without restarts, or after too many, the program ends as usual.
+        Starts at the newest checkpoint. When one of the program's nodes dies and is restarted (`on_failure="restart"`),
+        all parts go back to the newest checkpoint, and the steps since then are repeated, with the same results.
+        Without restarts, or after too many, the program ends as usual.
 
-        A step whose batch kills a stage would do so after every restart. Once it has failed `tries` times in a row,
-        that is a PoisonBatchError, or with on_poison="skip" it is left out, as by a loop that goes on without its
-        update: `StepResult.why_skipped` says so. Then this is also for a step that raises, which else ends the loop at
+        A step whose batch kills a stage would do so after every restart. Once it has failed `tries` times in a row, a
+        PoisonBatchError is raised. With on_poison="skip" the step is skipped instead, without an update, and
+        `StepResult.why_skipped` is set; this then also holds for a step that raises, which otherwise ends the loop at
         once. Each try costs a restart: `max_restarts` must allow for them.
 
-        pipeline: one of the parts. Fewer results come when the feeder has no more.
-        mirror_every: steps after which all parts are kept in memory as well: of a pipeline each stage worker's state by
-            the next worker (PipelineClient.mirror), of other parts here. Then the death of a stage worker costs at most
-            so many steps; where neighbours have died at a time, or it is newer, all go back to the newest checkpoint.
+        pipeline: one of the parts. There are fewer results if the feeder has no more batches.
+        mirror_every: after this many steps all parts are also kept in memory: each stage worker's state by the next
+            worker (PipelineClient.mirror), other parts in this node. The death of a stage worker then costs at most
+            that many steps. If two neighbouring workers die at once, or the newest checkpoint is newer than the states
+            in memory, all parts go back to the checkpoint.
 
         Raises:
-            PoisonBatchError: a step has failed too often.
+            PoisonBatchError: a step has failed `tries` times.
             CheckpointError: as `save` and `restore`.
-            ValueError: mirror_every with a part that writes itself, but cannot keep its state in memory.
+            ValueError: mirror_every, but a part that writes itself cannot keep its state in memory.
             Unavailable: a node is gone, and the program is ending.
         """
         if mirror_every is not None:
@@ -207,11 +209,11 @@ class Checkpoints:
         while True:
             with self.recovering(pipeline):
                 for result in poison.results(pipeline, pipeline.current_step(), total):
-                    poison.check(result.step + 1, self._lost_parts.loss())  # the caller may be about to use the part
+                    poison.check(result.step + 1, self._lost_parts.loss())  # before the caller uses the lost part
                     self._recorded = {}
                     yield result
                     poison.check(result.step + 1, self._lost_parts.loss())
-                    # Behind a step that is left out at once: to go back before it would be to try it again.
+                    # Save after a skipped step: going back to before it would try its batch again.
                     is_left_out = result.step in poison
                     with poison.ahead_of(result.step):
                         if mirror_every is not None and (is_left_out or (result.step + 1) % mirror_every == 0):
@@ -222,9 +224,9 @@ class Checkpoints:
                 return
 
     def begin(self, pipeline: Trainable) -> Checkpoint | None:
-        """As `restore`; where there is no checkpoint, save the beginning, so that there is one to go back to.
+        """Restore the newest checkpoint; if there is none, save the initial state, so that there is one to go back to.
 
-        What dies meanwhile is waited for, as in `recovering`.
+        Waits for nodes that die meanwhile, as `recovering` does.
 
         Raises:
             CheckpointError: as `save` and `restore`.
@@ -240,10 +242,10 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def recovering(self, pipeline: Trainable) -> Iterator[None]:
-        """For a loop of your own, when `steps` does not fit: what becomes of it when a node dies and is restarted.
+        """Recover from the death of a node in the body: for a training loop of your own, when `steps` does not fit.
 
-        The death of a node that takes part ends the body, which is no error: all parts are back at the newest
-        checkpoint then, and `pipeline.current_step()` is where to go on. Comes after `begin`; save in the body.
+        The death of one of the program's nodes ends the body without an error. Then all parts are back at the newest
+        checkpoint, and `pipeline.current_step()` is where to continue. Call `begin` first, and `save` in the body.
 
         Raises:
             CheckpointError: as `save` and `restore`.
@@ -258,7 +260,7 @@ class Checkpoints:
 
     def _recover(self, pipeline: Trainable, error: Exception) -> None:
         if isinstance(error, TryAgain):
-            self._end_writing()  # else it might take the place of the one that is being read
+            self._end_writing()  # else a late write could replace the checkpoint that is being read
             with contextlib.suppress(Unavailable):
                 self._go_back(pipeline)
                 return
@@ -271,12 +273,12 @@ class Checkpoints:
                 pipeline.recover()
                 self._go_back(pipeline)
                 return
-            except Unavailable:  # another one has died meanwhile
+            except Unavailable:  # another node has died meanwhile
                 if stop_event().is_set():
                     raise
 
     def _end_writing(self) -> None:
-        """One that cannot be written is no reason not to go back to an older one: a dead stage could not write it."""
+        """Wait for a running write and log its error: a dead stage cannot write, and an older checkpoint is used."""
         try:
             self.wait_until_written()
         except CheckpointError as error:
@@ -290,13 +292,13 @@ class Checkpoints:
             self._begin_as_built(pipeline)
 
     def _begin_as_built(self, pipeline: Trainable) -> None:
-        """Begin without a checkpoint: lost parts serve their initial state, unless something was trained already."""
+        """Start without a checkpoint: lost parts serve their initial state, unless something was trained already."""
         if pipeline.current_step() == 0:
             self._lost_parts.begin_as_built()
             self._lost_parts.watch()
 
     def _goes_on_from(self, step: int) -> None:
-        """Watch the parts, which have been restored to this step, and mark the step in the run's metrics."""
+        """Watch the parts again, which are now restored to `step`, and record that in the run's events and metrics."""
         self._lost_parts.watch()
         self._tell("resumed", step=step)
         if self._node is not None:
@@ -307,7 +309,7 @@ class Checkpoints:
             self._writing.join()
 
     def _begin_parts(self, aside: Path) -> "dict[str, _Write]":
-        """The writes of those that save themselves, which go on."""
+        """Copy or write every part's state; return the running writes of parts that save themselves."""
         writes: dict[str, _Write] = {}
         for name, part in self._parts.items():
             try:
@@ -317,8 +319,8 @@ class Checkpoints:
                     folders.write_state(aside, self._names[name], part.state_dict())
             except Exception as error:
                 for write in writes.values():
-                    write.exception()  # else it might come after the folder's end
-                shutil.rmtree(aside, ignore_errors=True)  # a full disk has its room back
+                    write.exception()  # wait: it must not write after the folder is deleted
+                shutil.rmtree(aside, ignore_errors=True)  # frees a full disk
                 add_note(error, f"part {name!r} of a checkpoint in {self.folder}")
                 raise
         return writes
@@ -330,7 +332,7 @@ class Checkpoints:
             saved = folders.finish(aside, step, written, metrics)
             self._tell("checkpoint", step=saved.step, path=str(saved.path))
             folders.prune(self.folder, step, self._keep, self._ranking.kept(self.folder))
-        except Exception as error:  # whatever a part raises; it belongs to who waits
+        except Exception as error:  # parts are user code; the thread that waits for this write raises the error
             shutil.rmtree(aside, ignore_errors=True)
             try:
                 self._failed(step, error)
@@ -338,7 +340,7 @@ class Checkpoints:
                 self._error = failure
 
     def _tell(self, event: str, **facts: Any) -> None:
-        """Add an event to the run's, if it keeps them and this host sees its folder."""
+        """Add an event to the run's event log, if there is one and this host sees it."""
         if self._node is None:
             return
         path = RunFolder(Path(self._node.run_dir)).events
@@ -348,22 +350,22 @@ class Checkpoints:
             events.close()
 
     def _failed(self, step: int, error: Exception) -> None:
-        what = str(error).partition("\n")[0]  # a stage's has its traceback behind that
+        what = str(error).partition("\n")[0]  # an error of a stage has its traceback in the other lines
         message = f"the checkpoint of step {step} could not be written to {self.folder}: {what}"
-        is_final = isinstance(error, CheckpointError) and not error.may_pass  # no later one would be better (shared.py)
+        is_final = isinstance(error, CheckpointError) and not error.may_pass  # would fail again: see shared_folder.py
         if not self._may_fail or is_final or isinstance(error, StateLost):
-            raise CheckpointError(f"{message}; older ones are as they were") from error
-        _log.warning("%s; going on without it", message)
+            raise CheckpointError(f"{message}; older checkpoints are unchanged") from error
+        _log.warning("%s; training continues without it", message)
 
     def _load(self, checkpoint: Checkpoint) -> None:
         if set(checkpoint.parts) != set(self._parts):
             raise CheckpointError(
-                f"{checkpoint.path} has the parts {', '.join(sorted(checkpoint.parts))}; this program has "
-                f"{', '.join(sorted(self._parts))}"
+                f"{checkpoint.path} has the parts {', '.join(sorted(checkpoint.parts))}, but this program has "
+                f"{', '.join(sorted(self._parts))}: resume it with the program that saved it"
             )
         self._in_memory.forget()
-        # Pipelines first: `load` ends a step that a dead trainer has left under way. Its batches must not come from a
-        # feeder that has gone back.
+        # Pipelines first: `load` ends a step that a dead trainer has left running. That step must not get batches from
+        # a feeder that was already restored.
         for name, part in self._parts.items():
             if saves_itself(part):
                 part.load(checkpoint.path / self._names[name])
@@ -374,7 +376,7 @@ class Checkpoints:
 
 
 def _files_of(name: str, write: "_Write | None") -> list[str]:
-    """What it has written, in the order in which another host may see it. Waits for the end of the write."""
+    """Wait for a part's write and return the files that it wrote, in the order in which another host may see them."""
     if write is None:
         return [folders.state_file(name)]
     return [name, *(f"{name}/{file}" for file in write.result() or ())]

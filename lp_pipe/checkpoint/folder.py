@@ -1,14 +1,14 @@
-"""A checkpoint on disk: whole and checked, or none.
+"""Checkpoints on disk. A checkpoint's folder appears by a rename, once all of it is written and flushed.
 
     checkpoints/
-      step-00000100/          appears by a rename, once all of it is on the disk
+      step-00000100/          a finished checkpoint
         manifest.json         names, sizes and sha256 of all files, and its own sha256
         pipeline/…            a pipeline's own folder
-        trainer.state         pickle of what `state_dict()` gave
-      .step-00000200.4711     being written; what a killed process leaves is removed by the next one that saves
-      .step-00000100.before   one whose place another one of its step takes; put back if that was not to be
+        trainer.state         pickle of what `state_dict()` returned
+      .step-00000200.4711     being written by process 4711; if that was killed, the next save removes it
+      .step-00000100.before   being replaced by another checkpoint of its step; restored if that was not finished
 
-Pickles are read back from it: load only what you trust as you trust code.
+Loading unpickles files: load only checkpoints that you trust as you trust code.
 """
 
 import contextlib
@@ -42,9 +42,10 @@ _STATE = ".state"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """path: its folder. parts: what was saved, by name. files: by path inside the folder, (bytes, sha256).
+    """A finished checkpoint, as its manifest describes it.
 
-    metrics: numbers that were measured when it was saved.
+    path: its folder. saved: seconds since the epoch. parts: the names of the saved parts.
+    files: (bytes, sha256) by path inside the folder. metrics: numbers that were measured when it was saved.
     """
 
     path: Path
@@ -56,11 +57,11 @@ class Checkpoint:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The bytes of all files."""
         return sum(size for size, _ in self.files.values())
 
     def damage(self) -> list[str]:
-        """What is wrong, one line for each file that is missing, cut short, changed, or not of this checkpoint."""
+        """Return one line for each file that is missing, truncated, changed, or not part of this checkpoint."""
         found = []
         for name, (size, digest) in self.files.items():
             file = self.path / name
@@ -72,34 +73,34 @@ class Checkpoint:
                 found += [f"{name}: {what}" for what in _changes(file, digest)]
         known = {*self.files, MANIFEST}
         strange = [name for name in _files_of(self.path) if name not in known and not _is_of_the_system(name)]
-        return found + [f"{name}: is no file of this checkpoint" for name in strange]
+        return found + [f"{name}: is not part of this checkpoint" for name in strange]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read its manifest; the other files are not looked at.
+    """Read a checkpoint's manifest, and no other file.
 
     Raises:
-        CheckpointError: there is none, so that it was never finished; or it is damaged.
+        CheckpointError: there is no manifest, so the checkpoint was never finished; or the manifest is damaged.
     """
     manifest = path / MANIFEST
     try:
         text = manifest.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is no checkpoint: without {MANIFEST} it was never finished") from None
+        raise CheckpointError(f"{path} is no finished checkpoint: it has no {MANIFEST}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{manifest} is damaged: {error}") from error
     head, _, digest = text.rstrip("\n").rpartition("\n")
     if hashlib.sha256(head.encode()).hexdigest() != digest:
-        raise CheckpointError(f"{manifest} is damaged: its last line is not the sha256 of the others")
+        raise CheckpointError(f"{manifest} is damaged: its last line is not the sha256 of the other lines")
     data = json.loads(head)
     if data["format"] != _FORMAT:
-        raise CheckpointError(f"{manifest} has format {data['format']}; this version of lp_pipe reads {_FORMAT}")
+        raise CheckpointError(f"{manifest} has format {data['format']}, but this lp_pipe reads format {_FORMAT}")
     files = {name: (size, sha256) for name, (size, sha256) in data["files"].items()}
     return Checkpoint(path, data["step"], data["saved"], tuple(data["parts"]), files, data.get("metrics", {}))
 
 
 def put_back(folder: Path) -> None:
-    """What a process was replacing when it was killed. Not while another process saves here."""
+    """Restore checkpoints that a killed process was about to replace; not while another process saves here."""
     for before in folder.glob(f".{_PREFIX}*{_BEFORE}"):
         path = folder / before.name.removeprefix(".").removesuffix(_BEFORE)
         if not path.exists():
@@ -107,10 +108,10 @@ def put_back(folder: Path) -> None:
 
 
 def prune(folder: Path, step: int, keep: int, best: Collection[Path] = ()) -> None:
-    """Delete all but the newest `keep` and the `best` of those up to this step, the one that was just written.
+    """Delete the checkpoints up to `step`, which was just written, except for the newest `keep` and the `best`.
 
-    One that cannot be deleted (somebody has made it read-only, or on a network file system reads it) is a warning.
-    Later ones are not of this training: they are damaged, or it has gone back behind them.
+    A checkpoint that cannot be deleted (read-only, or being read on a network file system) is logged as a warning.
+    Checkpoints of later steps stay: they are damaged, or training has gone back to before them.
     """
     last = _age(folder / f"{_PREFIX}{step:08}")
     for path in [path for path in checkpoints_in(folder) if _age(path) <= last][:-keep]:
@@ -119,18 +120,18 @@ def prune(folder: Path, step: int, keep: int, best: Collection[Path] = ()) -> No
         try:
             remove(path)
         except OSError as error:
-            _log.warning("checkpoint %s is too old to be kept, and cannot be deleted: %s", path, error)
+            _log.warning("cannot delete the old checkpoint %s: %s", path, error)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The folders of finished checkpoints, oldest step first; one with another name is somebody's own (`step-best`)."""
+    """Return the folders of finished checkpoints, oldest step first. Other names, such as `step-best`, are ignored."""
     return sorted(
         (path for path in folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()), key=_age
     )
 
 
 def newest_step(folder: Path) -> int:
-    """Of the checkpoints in it; -1 when there is none, or its manifest is damaged."""
+    """Return the step of the newest checkpoint; -1 if there is none, or its manifest is damaged."""
     with contextlib.suppress(CheckpointError):
         for path in checkpoints_in(folder)[-1:]:
             return open_checkpoint(path).step
@@ -138,14 +139,14 @@ def newest_step(folder: Path) -> int:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A new folder to write into, out of sight.
+    """Create and return a hidden folder to write a checkpoint into.
 
     Raises:
-        OSError: the disk is full, the folder is read-only, ….
+        OSError: for example, the disk is full or the folder is read-only.
     """
     folder.mkdir(parents=True, exist_ok=True)
     put_back(folder)
-    for left in folder.glob(f".{_PREFIX}*"):  # by a process that was killed; only one saves here at a time
+    for left in folder.glob(f".{_PREFIX}*"):  # left by a killed process: only one process saves here at a time
         shutil.rmtree(left, ignore_errors=True)
     aside = folder / f".{_PREFIX}{step:08}.{os.getpid()}"
     aside.mkdir()
@@ -155,16 +156,16 @@ def begin(folder: Path, step: int) -> Path:
 def finish(
     aside: Path, step: int, written: Mapping[str, Collection[str]], metrics: Mapping[str, float] | None = None
 ) -> Checkpoint:
-    """Flush everything to the disk, write the manifest, and let it appear; one of the same step is replaced.
+    """Flush all files to the disk, write the manifest and rename the folder; replaces a checkpoint of the same step.
 
-    written: by name of a part, files and folders that must be among what is there.
+    written: by name of a part, the files and folders that must exist.
 
     Raises:
-        OSError: as `begin`; or another program has deleted what was written.
+        OSError: as `begin`; or another program has deleted a file that was written.
     """
     files = {name: (os.path.getsize(aside / name), _sha256(aside / name)) for name in _files_of(aside)}
     gone = [aside / name for names in written.values() for name in names if name not in files]
-    _check_are_folders(gone)  # what is deleted later is missed by who reads the manifest
+    _check_are_folders(gone)  # files that are deleted after this are reported by `damage`
     parts = tuple(written)
     data = {"format": _FORMAT, "step": step, "saved": time.time(), "parts": parts, "metrics": metrics or {}}
     head = json.dumps({**data, "files": files}, indent=1)
@@ -184,19 +185,19 @@ def finish(
 
 
 def remove(path: Path) -> None:
-    """Out of sight at once, then gone: half of a checkpoint is never taken for one."""
+    """Delete a checkpoint: hide it by a rename first, so that a half-deleted one is never read."""
     hidden = path.with_name(f".{path.name}.old")
     path.rename(hidden)
-    if hidden.is_symlink():  # to where somebody has moved it
+    if hidden.is_symlink():  # the checkpoint was moved elsewhere
         hidden.unlink()
     else:
         shutil.rmtree(hidden)
 
 
 def part_names(parts: Collection[str]) -> dict[str, str]:
-    """Return by part the name of its folder, or that of its state's file without the ending; parts may have any name.
+    """Return, by part, the name of its folder, or of its state file without the ending.
 
-    Where the part's own name will not do, it is shortened with a hash: the manifest has the part's name.
+    Parts may have any name. One that is no valid file name is replaced by a hash; the manifest has the part's own name.
     """
     return {
         part: hashed_name(part) if name == MANIFEST or name.endswith(_STATE) else name
@@ -205,22 +206,22 @@ def part_names(parts: Collection[str]) -> dict[str, str]:
 
 
 def state_file(name: str) -> str:
-    """Return the file of a part that gives its state; `name` as in `part_names`."""
+    """Return the file name of a part's state; `name` as in `part_names`."""
     return f"{name}{_STATE}"
 
 
 def write_state(folder: Path, name: str, state: Any) -> None:
-    """A part's state, as it is now."""
+    """Write a part's state as a pickle."""
     (folder / state_file(name)).write_bytes(pickle.dumps(state, protocol=5))
 
 
 def read_state(folder: Path, name: str) -> Any:
-    """What `write_state` wrote."""
+    """Unpickle a state that `write_state` wrote."""
     return pickle.loads((folder / state_file(name)).read_bytes())
 
 
 def _age(path: Path) -> tuple[int, str]:
-    """What orders checkpoints by their steps, which may have more digits than names are filled up to."""
+    """Return the sort key of a checkpoint's step, which may have more than the usual 8 digits."""
     return len(path.name), path.name
 
 
@@ -231,27 +232,27 @@ def _files_of(folder: Path) -> Iterator[str]:
 
 
 def deleted(path: Path) -> FileNotFoundError:
-    """The error of what was written, and is not there any more."""
-    why = "it was deleted again (does another program save or delete in this folder?)"
+    """Return the error for a file that was written, but has disappeared."""
+    why = "it was deleted after it was written (does another program save or delete in this folder?)"
     return FileNotFoundError(errno.ENOENT, why, str(path))
 
 
 def _check_are_folders(paths: Iterable[Path]) -> None:
-    """Files that were written, and are not there, have been deleted."""
+    """Raise FileNotFoundError for a path that is no folder: that file was written and then deleted."""
     for path in paths:
         if not path.is_dir():
             raise deleted(path)
 
 
 def _is_of_the_system(name: str) -> bool:
-    """Such as .DS_Store, or the .nfs000… of a file that somebody deleted and another still reads."""
+    """Return whether the system made the file: .DS_Store, or .nfs000… for a deleted file that is still open."""
     return name.rpartition("/")[2].startswith(".")
 
 
 def _changes(file: Path, digest: str) -> list[str]:
     try:
         return [] if _sha256(file) == digest else ["its contents have changed (sha256 differs)"]
-    except OSError as error:  # a broken disk says so itself
+    except OSError as error:  # a broken disk
         return [f"cannot be read: {error}"]
 
 
@@ -261,7 +262,7 @@ def _sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's contents to the disk, or which names a folder has."""
+    """Flush a file's contents, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -275,23 +276,23 @@ class Ranking:
     def __init__(self, keep_best: int, monitor: str | None, mode: str) -> None:
         """
         Raises:
-            ValueError: says which argument is wrong.
+            ValueError: an argument is invalid.
         """
         if keep_best < 0:
-            raise ValueError(f"keep_best={keep_best}: give a number of checkpoints, at least 0")
+            raise ValueError(f"keep_best must be at least 0, got keep_best={keep_best}")
         if keep_best and monitor is None:
-            raise ValueError(f"keep_best={keep_best} needs monitor=…, the name of the metric that decides")
+            raise ValueError(f"keep_best={keep_best} needs monitor=…, the name of the metric to compare")
         if mode not in ("min", "max"):
-            raise ValueError(f"mode={mode!r} must be 'min' or 'max'")
+            raise ValueError(f"mode must be 'min' or 'max', got mode={mode!r}")
         self._keep_best = keep_best
         self._monitor = monitor
         self._sign = 1 if mode == "min" else -1
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Refuse a checkpoint's metrics that lack the monitored one, which may be misspelt.
+        """Refuse a checkpoint's metrics that lack the monitored one: it may be misspelt.
 
         Raises:
-            ValueError: says which there are.
+            ValueError: lists the metrics that there are.
         """
         if metrics and self._monitor is not None and self._monitor not in metrics:
             raise ValueError(f"monitor={self._monitor!r} is not among the metrics {', '.join(metrics)}")
@@ -300,10 +301,10 @@ class Ranking:
         """Return the checkpoints that have the metric, the best first; of equal ones the oldest.
 
         Raises:
-            ValueError: there is no metric to look at.
+            ValueError: no `monitor` was given.
         """
         if self._monitor is None:
-            raise ValueError("best() needs Checkpoints(..., monitor=…), the name of the metric that decides")
+            raise ValueError("best() needs Checkpoints(..., monitor=…), the name of the metric to compare")
         name, found = self._monitor, []
         for path in checkpoints_in(folder):
             with contextlib.suppress(CheckpointError):
@@ -313,7 +314,7 @@ class Ranking:
         return sorted(found, key=lambda one: (self._sign * one.metrics[name], one.step))
 
     def kept(self, folder: Path) -> set[Path]:
-        """Return the folders of those that are kept for being the best."""
+        """Return the folders of the `keep_best` best checkpoints."""
         if not self._keep_best:
             return set()
         return {checkpoint.path for checkpoint in self.best_first(folder)[: self._keep_best]}

@@ -1,4 +1,4 @@
-"""What may be a part of a checkpoint."""
+"""The interfaces of objects that can be parts of a checkpoint."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -7,62 +7,62 @@ from typing import Any, Protocol, TypeGuard
 
 
 class Stateful(Protocol):
-    """A part: an object of the node itself, or a client of a CourierNode with these methods."""
+    """A part with a state: an object in this node, or a client of a CourierNode with these methods."""
 
     def state_dict(self) -> Any:
-        """Anything picklable."""
+        """Return the state; anything that can be pickled."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Continue from `state`."""
 
 
 class SavesItself(Protocol):
     """A part that writes a folder of its own, as pipelines do."""
 
     def save_async(self, path: Path) -> "Future[list[str]] | Future[None]":
-        """Copy the state in memory, then write it while others go on; done once it is written.
+        """Copy the state in memory and return a future of its write, which ends once the state is written.
 
-        Whoever says the names of the files has them looked for, before they count as a part of a checkpoint.
+        If the future's result is a list of file names, the checkpoint checks that these files exist.
         """
 
     def load(self, path: Path) -> None:
-        """Go on from there."""
+        """Continue from the state in `path`."""
 
 
 class Trainable(Protocol):
-    """A pipeline, as far as `Checkpoints.steps` is concerned."""
+    """The methods of a pipeline that `Checkpoints.steps` needs."""
 
     def current_step(self) -> int:
-        """How many steps are done."""
+        """Return how many steps are done."""
 
     def steps(self, n: int) -> Iterator[Any]:
-        """So many more."""
+        """Yield the results of the next n steps."""
 
     def skip_step(self, why: str) -> Any:
-        """The next one's result, without its batch and its update."""
+        """Return a result for the next step, without computing its batch or its update."""
 
     def recover(self) -> None:
-        """Wait until all its nodes are up, and join them."""
+        """Wait until all of the pipeline's nodes are up, and connect to them."""
 
 
 class MirrorsItself(Protocol):
     """A part that can keep its last states in the memory of several processes, as pipelines do."""
 
     def mirror(self) -> int:
-        """Copy the state in memory; returns which one it is."""
+        """Copy the state in memory and return its step."""
 
     def mirrored_steps(self) -> list[int]:
-        """Those that could be gone back to."""
+        """Return the steps whose state can be restored."""
 
     def go_back(self, step: int) -> None:
-        """Go on from one of them."""
+        """Restore the state of one of these steps."""
 
 
 def saves_itself(part: Any) -> TypeGuard[SavesItself]:
-    """Asked of the class: a client has any method that it is asked for."""
+    """Return whether the part is SavesItself. Looks at its class, because a client has every attribute."""
     return callable(getattr(type(part), "save_async", None))
 
 
 def mirrors_itself(part: Any) -> TypeGuard[MirrorsItself]:
-    """As `saves_itself`."""
+    """Return whether the part is MirrorsItself; see `saves_itself`."""
     return callable(getattr(type(part), "mirror", None))

@@ -1,4 +1,4 @@
-"""Steps that always fail: a batch that kills a stage will do so again after every restart."""
+"""Detect steps that always fail: a batch that kills a stage will do so again after every restart."""
 
 import contextlib
 import logging
@@ -15,55 +15,57 @@ _NODE = re.compile(r"([^\s'\"]+/\d+)(?=[.:\s])")
 
 
 class TryAgain(Exception):
-    """A step has raised, and may be tried again from a checkpoint."""
+    """A step has raised, and will be tried again from a checkpoint."""
 
 
 class PoisonSteps:
-    """Counts how often in a row a step has failed.
+    """A counter of how often in a row each step has failed, which decides when its batch is poison.
 
-    tries: that many times make its batch poison. on_poison: what becomes of it then, "stop" or "skip".
-    ahead: how many steps beside the awaited one may be under way, so that one of them may be what has failed.
+    tries: the number of failures that make a batch poison. on_poison: "stop" or "skip" the step then.
+    ahead: how many later steps may run while the result of a step is awaited; each of them may be the one that failed.
     """
 
     def __init__(self, tries: int, on_poison: str, ahead: int) -> None:
         """Raises:
-        ValueError: one of them makes no sense.
+        ValueError: an argument is invalid.
         """
         if tries < 1:
-            raise ValueError(f"tries={tries}: a step must be tried at least once")
+            raise ValueError(f"tries must be at least 1, got tries={tries}")
         if on_poison not in ("stop", "skip"):
-            raise ValueError(f"on_poison={on_poison!r}: known are 'stop' and 'skip'")
+            raise ValueError(f"on_poison must be 'stop' or 'skip', got on_poison={on_poison!r}")
         self._tries = tries
         self._skips = on_poison == "skip"
         self._ahead = ahead
-        self._failures = 0  # in a row, of step `_suspect` or one of the `_others` behind it
+        self._failures = 0  # in a row, of step `_suspect` or one of the `_others` steps after it
         self._suspect = self._others = -1
-        self._why: dict[int, str] = {}  # why a step is left out
+        self._why: dict[int, str] = {}  # by skipped step: the reason
 
     @property
     def _runs_alone(self) -> bool:
-        """Whether the next failure may be the last, and has to say which step it is.
+        """Whether steps run one at a time: the next failure may be the last try, and must identify its step.
 
-        Not before: what is done between two steps that overlap comes later than between two that do not (an
-        evaluation, `scheduler_step`), and most failures are no batch's, so that the results must be as without them.
+        Not before that: work between two steps (an evaluation, `scheduler_step`) happens at another point when steps
+        overlap, and most failures are not caused by a batch, so the results must be the same as without the failure.
         """
         return self._failures > 0 and self._failures >= self._tries - 1
 
     def __contains__(self, step: int) -> bool:
-        """Whether a step is left out."""
+        """Return whether a step is skipped."""
         return step in self._why
 
     def results(self, pipeline: Trainable, step: int, total: int) -> Iterator[Any]:
-        """Those of the steps from `step` on, one at a time where one of them is suspect; fewer at the end of the data.
+        """Yield the results of the steps from `step` to `total`; fewer if the data ends.
+
+        Steps run one at a time once one of them may be poison.
 
         Raises:
-            PoisonBatchError: a step has failed too often.
-            TryAgain: it has raised, but not too often.
+            PoisonBatchError: a step has failed `tries` times.
+            TryAgain: a step has raised, but not that often.
             Exception: as the pipeline's steps.
         """
         while step < total:
             if step in self._why:
-                yield from self._awaited(pipeline, step, 0)  # results that the checkpoint came with
+                yield from self._awaited(pipeline, step, 0)  # results that the checkpoint contains
                 yield pipeline.skip_step(self._why[step])
                 step += 1
                 continue
@@ -74,11 +76,11 @@ class PoisonSteps:
                 step = result.step + 1
             if step < before + count:
                 return
-        yield from self._awaited(pipeline, step, 0)  # where nothing is left to do but to have them
+        yield from self._awaited(pipeline, step, 0)  # all steps are done: only results that the checkpoint contains
 
     @contextlib.contextmanager
     def ahead_of(self, step: int) -> Iterator[None]:
-        """The body waits for what runs ahead of this step, whose result has come."""
+        """Count an error of the body, which waits for steps that run ahead of `step`, as a failure of the next step."""
         try:
             yield
         except Exception as error:
@@ -87,7 +89,7 @@ class PoisonSteps:
             raise
 
     def check(self, step: int, loss: Unavailable | None) -> None:
-        """Raise the death of a part, if any, as a failure of `step`, the next one: it may have asked for its batch."""
+        """Raise `loss`, the death of a part, as a failure of the next step: it may have asked the part for a batch."""
         if loss is not None:
             self._failed(step, loss)
             raise loss
@@ -109,7 +111,7 @@ class PoisonSteps:
 
     def _succeeded(self, step: int) -> None:
         if self._failures and step == self._suspect:
-            # What had failed may have been one of those that ran ahead of it.
+            # The failed step may have been one of those that ran ahead of it.
             self._suspect, self._others = step + 1, self._others - 1
             self._failures = self._failures if self._others >= 0 else 0
 
@@ -125,7 +127,7 @@ class PoisonSteps:
         first_line = str(error).partition("\n")[0]
         if self._failures < self._tries or not is_certain:
             if not isinstance(error, Unavailable):
-                _log.warning("step %d has failed (try %d of %d): %s", step, self._failures, self._tries, first_line)
+                _log.warning("step %d failed (try %d of %d): %s", step, self._failures, self._tries, first_line)
                 raise TryAgain from error
             return
         times = f"{self._failures} times in a row" if self._failures > 1 else "once"
@@ -133,22 +135,22 @@ class PoisonSteps:
         if not self._skips:
             raise PoisonBatchError.at(
                 step,
-                f"{why}. Its batch seems to be what does it: mend it (feeder.batch({step})), or leave it out with "
+                f"{why}. Its batch is the likely cause: correct it (feeder.batch({step})), or skip it with "
                 "Checkpoints.steps(..., on_poison='skip')",
             ) from error
         self._why[step], self._failures = why, 0
-        _log.warning("%s; its batch is left out", why)
+        _log.warning("%s; its batch is skipped", why)
         if not isinstance(error, Unavailable):
             raise TryAgain from error
 
     def _may_be_poison(self, error: Exception) -> bool:
-        """What a stage raises is tried again only where it may be left out in the end: nearly always it comes again."""
+        """Return whether an error counts. A stage's exception, which nearly always repeats, counts only with "skip"."""
         if isinstance(error, Unavailable):
             return True
         return self._skips and not isinstance(error, (CheckpointError, EndOfData, NonFiniteError))
 
 
 def _where(first_line: str) -> str:
-    """The node that an error's text names last, which is the one that began it."""
+    """Return " in NODE" for the node that an error's text names last: the one where it started."""
     nodes = _NODE.findall(first_line)
     return f" in {nodes[-1]}" if nodes else ""

@@ -1,4 +1,4 @@
-"""The last states of all parts in the memory of processes that live on when one dies."""
+"""Recovery without reading a disk: copies of all parts' states in memory, and the parts that have lost their state."""
 
 import copy
 import logging
@@ -14,7 +14,10 @@ from lp_pipe.rpc.client import CourierClient, address_of, start_without_state
 
 
 class _Cut(NamedTuple):
-    """All parts at one moment, in memory. mirrored: which state, of parts that keep it themselves."""
+    """The states of all parts after `step` steps.
+
+    mirrored: the mirror's number, of parts that keep their states themselves. states: the others' states.
+    """
 
     step: int
     mirrored: dict[str, int]
@@ -22,22 +25,22 @@ class _Cut(NamedTuple):
 
 
 class StatesInMemory:
-    """Of the parts of a program, between two steps. Pipelines keep their states themselves; others' are here."""
+    """The newest two states of a program's parts, in memory. Pipelines keep their states themselves."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
         self._parts = parts
         self._cuts: list[_Cut] = []
 
     def keep(self, step: int) -> None:
-        """All parts as they are now, after so many steps, and as they were the time before."""
-        self._cuts = [cut for cut in self._cuts if cut.step != step]  # its mirrors are about to be other ones
+        """Keep the state of all parts as it is now, after `step` steps, and the state that was kept before."""
+        self._cuts = [cut for cut in self._cuts if cut.step != step]  # mirror() replaces the mirrors of this step
         mirrored = {name: part.mirror() for name, part in self._parts.items() if mirrors_itself(part)}
         others = {name: part for name, part in self._parts.items() if name not in mirrored}
         states = {name: copy.deepcopy(part.state_dict()) for name, part in others.items()}
         self._cuts = [*self._cuts[-1:], _Cut(step, mirrored, states)]
 
     def go_back(self, *, least: int) -> int | None:
-        """Go on from the newest state that is there of all parts; returns its step, None if none has so many steps."""
+        """Restore the newest state that all parts still have; return its step, or None if none has `least` steps."""
         held = {name: part.mirrored_steps() for name, part in self._parts.items() if mirrors_itself(part)}
         while self._cuts and self._cuts[-1].step >= least:
             step_of_cut, mirrored, states = self._cuts[-1]
@@ -51,31 +54,34 @@ class StatesInMemory:
         return None
 
     def forget(self) -> None:
-        """The parts have another state now, of which these are no past."""
+        """Drop all states: the parts were restored from elsewhere."""
         self._cuts = []
 
 
 def check_can_mirror(every: int, parts: Mapping[str, Any]) -> None:
-    """
+    """Check that every part's state can be kept in memory.
+
     Raises:
-        ValueError: a number below 1, or a part whose state is only ever on the disk.
+        ValueError: `every` is below 1, or a part can only write its state to the disk.
     """
     if every < 1:
-        raise ValueError(f"mirror_every={every}: it is a number of steps, at least 1")
+        raise ValueError(f"mirror_every must be at least 1 step, got mirror_every={every}")
     for name, part in parts.items():
         if saves_itself(part) and not mirrors_itself(part):
-            raise ValueError(f"mirror_every: part {name!r} has no mirror() and no state_dict()")
+            raise ValueError(
+                f"mirror_every cannot keep part {name!r} in memory: it has no mirror() and no state_dict()"
+            )
 
 
 _log = logging.getLogger(__name__)
 
 
 class LostParts:
-    """The nodes of the program among the parts of its checkpoints.
+    """A watch over those parts of a checkpoint that are nodes of the program.
 
-    From the first `watch` on, such a node that was started again refuses every call until its state was loaded
-    (`rpc/server.py`), so that no caller ever gets an answer from the initial state. A training that does not call the
-    node would find out late. So the launcher also tells of each death, and `loss` costs no round trip.
+    After the first `watch`, a part's node that is restarted refuses every call until its state is loaded
+    (`rpc/server.py`), so no caller gets an answer from the initial state. A training loop that does not call the node
+    would notice late. So the launcher also reports each death, and `loss` costs no round trip.
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
@@ -89,22 +95,22 @@ class LostParts:
         self._losses: dict[NodeServices, Future[str]] = {}
 
     def watch(self) -> None:
-        """Begin to watch, at first and after all parts were restored."""
+        """Start to watch; called at the beginning and after all parts were restored."""
         for services, addresses in self._addresses.items():
             if services not in self._losses or self._losses[services].done():
                 self._losses[services] = services.watch_state(addresses)
 
     def loss(self) -> StateLost | None:
-        """Return what tells of a part that has died since `watch`; None if none is known to have died."""
+        """Return an error that names a part which has died since `watch`; None if no death is known."""
         for loss in self._losses.values():
             if loss.done() and loss.exception() is None:
-                return StateLost(f"{loss.result()} has died and is started again: it has lost its state")
+                return StateLost(f"{loss.result()} has died and is restarted: it has lost its state")
         return None
 
     def begin_as_built(self) -> None:
-        """Take the initial state of lost parts for the beginning: nothing was trained, and there is no checkpoint."""
+        """Let lost parts serve their initial state: nothing was trained yet, and there is no checkpoint."""
         for name, client in self._clients.items():
             if start_without_state(client):
                 _log.warning(
-                    "part %r was started again before there was a checkpoint: it begins with its initial state", name
+                    "part %r was restarted before there was a checkpoint: it starts with its initial state", name
                 )

@@ -1,4 +1,4 @@
-"""Whether a folder has what all wrote to it: each host may have one of its own there, and others may delete in it."""
+"""Check that a folder has all files that the hosts wrote to it: it may be a different folder on each host."""
 
 import socket
 import time
@@ -8,18 +8,18 @@ from pathlib import Path
 from lp_pipe.checkpoint.folder import deleted
 from lp_pipe.errors import CheckpointError
 
-_APPEARS_WITHIN_S = 5.0  # a network file system may show late what another host has made
+_APPEARS_WITHIN_S = 5.0  # a network file system may show another host's file late
 _LOOK_EVERY_S = 0.1
 
 
 def check_is_shared(aside: Path, written: Mapping[str, Collection[str]]) -> None:
-    """That this node sees what parts have written, as nodes of other hosts may.
+    """Check that this host sees what all parts have written, which may have happened on other hosts.
 
-    written: by name of a part, files and folders of its own.
+    written: by name of a part, its files and folders.
 
     Raises:
-        CheckpointError: it does not see one.
-        FileNotFoundError: all of it is gone.
+        CheckpointError: this host does not see one of them.
+        FileNotFoundError: the folder was deleted.
     """
     for name, files in written.items():
         for file in files:
@@ -29,7 +29,7 @@ def check_is_shared(aside: Path, written: Mapping[str, Collection[str]]) -> None
 
 
 def check_is_here(path: Path, maker: str) -> None:
-    """That this host sees what `maker` has just made at this path.
+    """Check that this host sees the file or folder that `maker` has just made; wait up to 5 s for it.
 
     Raises:
         CheckpointError: it does not, so what is saved there could not be loaded again.
@@ -38,8 +38,8 @@ def check_is_here(path: Path, maker: str) -> None:
     while not path.exists():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"host {socket.gethostname()} does not find what {maker} has just made, {path.absolute()}: does each "
-                "host have a folder of its own there? Save to a file system that all hosts of the program share (or "
-                "has another program deleted it, that saves in the same folder?)"
+                f"host {socket.gethostname()} does not see {path.absolute()}, which {maker} has just written: save to "
+                "a file system that all hosts of the program share (or has another program, which saves in the same "
+                "folder, deleted it?)"
             )
         time.sleep(_LOOK_EVERY_S)

@@ -17,9 +17,7 @@ _log = logging.getLogger(__name__)
 _USUAL_LINES = 20
 _READ_BYTES = 1 << 16
 _WRITING_PATIENCE_S = 2.0
-_LAST_LOOKS = (
-    4  # reads at the end, for data that came while the output was blocked; a bound, as pipes may never be empty
-)
+_LAST_LOOKS = 4  # reads at the end, for data that came while the output was blocked; a pipe may never be empty
 
 
 class _Stream:

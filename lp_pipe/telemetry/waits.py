@@ -24,7 +24,7 @@ from lp_pipe.context import NodeContext, context_of_thread, current_context
 from lp_pipe.telemetry.standstill import Standstill, find_standstill
 from lp_pipe.telemetry.tracebacks import is_of_user
 
-# Kinds of activities. MAIN is a node's own code (run, a constructor), HANDLER a call that it serves, the rest are waits.
+# Kinds of activities: MAIN is a node's own code (run, a constructor), HANDLER a call that it serves; others are waits.
 MAIN, HANDLER, CALL, RESOLVE, RECEIVE, SEND = "main", "handler", "call", "resolve", "receive", "send"
 IDLE = "idle"  # the node's own code has ended, and the node serves calls until the stop
 DEBUGGER = "debugger"  # the node's code waits at a debugger's prompt; `what` says where

@@ -52,7 +52,7 @@ def test_a_full_disk_is_said_and_an_older_checkpoint_stays_good(tmp_path: Path) 
         checkpoints.save(1)
         part.size = 1_000_000
         for wait in (True, False):
-            with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*No space left on device"):
+            with pytest.raises(CheckpointError, match=r"step 2 .*No space left on device"):
                 checkpoints.save(2, wait=wait)
         assert [path.name for path in folder.iterdir()] == ["step-00000001"]
         assert restored(folder) == 100_000
@@ -101,7 +101,7 @@ def test_training_goes_on_beside_a_full_disk_if_told_so_and_saves_when_there_is_
                 checkpoints.save(step + 1, wait=False)
             checkpoints.wait_until_written()
             assert pipeline.fingerprint() == undisturbed(6)
-        assert re.search(r"stages/\d.*: \[Errno 28\] No space left on device: '.*'; going on without it", caplog.text)
+        assert re.search(r"stages/\d.*: \[Errno 28\] No space left on device: '.*'", caplog.text)
         assert [path.name for path in checkpoints_in(folder)] == ["step-00000005", "step-00000006"]
 
     disks.with_own_mounts(body)
@@ -114,7 +114,7 @@ def test_a_read_only_disk_is_said_and_is_read_from(tmp_path: Path) -> None:
         checkpoints = Checkpoints({"block": Block(10)}, folder)
         checkpoints.save(1)
         disks.make_read_only(tmp_path / "disk")
-        with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*Read-only file system"):
+        with pytest.raises(CheckpointError, match=r"step 2 could not be written.*Read-only file system"):
             checkpoints.save(2)
         assert restored(folder) == 10
 
@@ -160,7 +160,7 @@ def test_a_disk_that_breaks_down_is_said(tmp_path: Path, caplog: pytest.LogCaptu
             with pytest.raises(CheckpointError, match=r"step 3 could not be written to .*Input/output error"):
                 checkpoints.save(3)
             Checkpoints({"block": part}, disk / "checkpoints", may_fail=True).save(4)
-            assert "going on without it" in caplog.text
+            assert "checkpoint of step 4 " in caplog.text
         finally:
             disks.unmount(disk)
 

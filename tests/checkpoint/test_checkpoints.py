@@ -124,7 +124,7 @@ def test_one_that_cannot_be_deleted_is_a_warning_and_the_others_go(
     monkeypatch.setattr(Path, "rename", guarded)
     saved(tmp_path, 1, 2, 3, keep=1)
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000001", "step-00000003"]
-    assert "step-00000001 is too old to be kept, and cannot be deleted: [Errno 1] Operation" in caplog.text
+    assert "step-00000001: [Errno 1] Operation" in caplog.text
 
 
 def test_all_of_it_is_on_the_disk_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_files_that_are_torn_or_missing_or_too_many_are_named(tmp_path: Path, da
     found = open_checkpoint(folder).damage()
     assert len(found) == 1
     assert ("other.state" if damage == "foreign" else "counter.state") in found[0]
-    with pytest.raises(CheckpointError, match="no checkpoint is without damage"):
+    with pytest.raises(CheckpointError, match="all checkpoints are damaged"):
         restored(tmp_path)
 
 
@@ -203,7 +203,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_or_a_warning(
     with pytest.raises(CheckpointError, match=r"step 2 could not be written .*No space left on device"):
         Checkpoints({"slow": part}, tmp_path).save(2)
     Checkpoints({"slow": part}, tmp_path, may_fail=True).save(2)
-    assert "going on without it" in caplog.text
+    assert "checkpoint of step 2 " in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -338,7 +338,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path) -
 
 def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="has the parts counter; this program has other"):
+    with pytest.raises(CheckpointError, match=r"parts counter, .* has other"):
         Checkpoints({"other": Counter()}, tmp_path).restore()
 
 

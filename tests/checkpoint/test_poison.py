@@ -196,7 +196,7 @@ def test_what_a_stage_raises_ends_the_loop_at_once_unless_it_may_be_left_out(
     with caplog.at_level(logging.WARNING), pytest.raises(NonFiniteError):  # it has an option of its own
         trained(pipeline, tmp_path / "skip", on_poison="skip")
     assert (pipeline.updates, pipeline.skipped, pipeline.recoveries) == ([0], [1], 0)
-    assert "step 1 has failed (try 1 of 3): no such token" in caplog.text
+    assert "step 1 failed (try 1 of 3): no such token" in caplog.text
 
 
 def test_going_back_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
@@ -275,9 +275,7 @@ def test_the_end_of_the_data_ends_the_loop(tmp_path: Path) -> None:
     assert [result.step for result in trained(Short({}), tmp_path)] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), [({"tries": 0}, "tries=0"), ({"on_poison": "eat"}, "on_poison='eat': known are")]
-)
+@pytest.mark.parametrize(("options", "message"), [({"tries": 0}, "tries=0"), ({"on_poison": "eat"}, "on_poison='eat'")])
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trained(Pipeline({}), tmp_path, **options)

@@ -674,7 +674,7 @@ def test_a_folder_that_is_another_one_on_each_host_is_no_checkpoint(
         what = (
             r"stages/1 on \S+ has just made, .*/here/step-0" if has_folder else "first stage has just made, .*/there:"
         )
-        with pytest.raises(CheckpointError, match=f"does not find what .*{what}.*share"):
+        with pytest.raises(CheckpointError, match=f"does not see .*{what}.*share"):
             pipeline.save(here)
     assert not [*here.iterdir(), *there.glob("*")]
 

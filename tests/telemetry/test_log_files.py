@@ -51,7 +51,7 @@ def test_a_full_disk_is_said_once_and_the_lines_still_come(
     files.close()
     assert capsys.readouterr().out == "[trainer/0] one\n[trainer/0] two\n"
     (said,) = caplog.messages
-    assert "not all that the nodes print" in said and "No space left on device" in said and str(tmp_path) in said
+    assert "No space left on device" in said and str(tmp_path) in said
 
 
 def test_every_label_has_a_file_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +93,7 @@ def test_a_deleted_file_begins_anew_and_a_deleted_folder_is_said(
     files.write("trainer/0", False, [b"three"])
     files.close()
     (said,) = caplog.messages
-    assert "not all that the nodes print" in said and str(path) in said
+    assert str(path) in said
 
 
 def test_a_launcher_without_streams_keeps_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
