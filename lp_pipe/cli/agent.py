@@ -1,4 +1,4 @@
-"""`lp_pipe agent`: run the part of a program that belongs on this host, for a launcher elsewhere."""
+"""`lp_pipe agent`: run this host's part of a program for a launcher on another host."""
 
 import argparse
 import os
@@ -16,39 +16,44 @@ from lp_pipe.launch.hosts.agent import run_agent
 from lp_pipe.launch.hosts.network import address_of_interface, with_ssh_client
 
 _DESCRIPTION = """\
-Join a run of `lp_pipe launch --mode=multi_host`, and run there what its launcher says, until the run ends. Engines
-start this on every host; on hosts that no engine reaches you start it by hand.
+Join a run of `lp_pipe launch --mode=multi_host` and run the nodes that its launcher places on this host, until the run
+ends. Engines start this command on every host; on hosts that no engine reaches you start it yourself.
 """
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Describe the command and its options."""
     parser = commands.add_parser(
-        "agent", help="run nodes on this host for a launcher elsewhere", description=_DESCRIPTION, allow_abbrev=False
+        "agent", help="run nodes on this host for another host's launcher", description=_DESCRIPTION, allow_abbrev=False
     )
     parser.add_argument("--join", required=True, metavar="HOST:PORT[,…]", help="where the launcher listens")
     parser.add_argument(
-        "--token-file", required=True, metavar="FILE", help="the run's secret, a file of mode 0600; - for stdin"
+        "--token-file", required=True, metavar="FILE", help="a file of mode 0600 with the run's secret; - for stdin"
     )
-    parser.add_argument("--name", default=socket.gethostname(), help="what the launcher calls this host")
+    parser.add_argument("--name", default=socket.gethostname(), help="the launcher's name for this host")
     parser.add_argument(
-        "--interface", default="", metavar="NAME|ADDRESS", help="by which other hosts reach this one (default: found)"
+        "--interface",
+        default="",
+        metavar="NAME|ADDRESS",
+        help="where other hosts reach this one (default: the interface that reaches the launcher)",
     )
     parser.add_argument(
-        "--transport", choices=list(TRANSPORTS), default="tls", help="what the launcher listens for (default: tls)"
+        "--patience", type=float, default=10.0, metavar="S", help="seconds to reach the launcher (default: 10)"
     )
-    parser.add_argument("--patience", type=float, default=10.0, metavar="S", help="to reach the launcher (default: 10)")
+    parser.add_argument(
+        "--transport", choices=list(TRANSPORTS), default="tls", help="the launcher's transport (default: tls)"
+    )
     parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
-    """Serve until the run has ended; 0 when the launcher said so, 1 when it was lost.
+    """Serve until the run has ended; return 0 if the launcher ended it, 1 if the launcher was lost.
 
     Raises:
-        UsageError, NotLaunched: it could not join.
+        UsageError, NotLaunched: this host could not join.
     """
     credentials = _read_credentials(arguments.token_file)
-    if not sys.stdin.isatty():  # started by an engine: Ctrl+C is the launcher's to handle
+    if not sys.stdin.isatty():  # started by an engine: the launcher handles Ctrl+C
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         interface = address_of_interface(arguments.interface) if arguments.interface else ""
@@ -72,27 +77,27 @@ MAX_SECRET_BYTES = 1 << 16
 
 
 def read_token_file(path: str) -> bytes:
-    """What is in it.
+    """Return the contents of the file.
 
     Raises:
-        UsageError: it cannot be read, or others may read it.
+        UsageError: the file cannot be read, or other users may read it.
     """
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             if stat.S_ISREG(status.st_mode) and not is_private(status, os.geteuid(), os.getegid()):
-                raise UsageError(f"--token-file={path}: others may read it; {_advice(path, status)}")
+                raise UsageError(f"--token-file={path}: other users may read it; {_advice(path, status)}")
             return file.read(MAX_SECRET_BYTES)
     except OSError as error:
         raise UsageError(f"--token-file={path}: {error.strerror}") from error
 
 
 def is_private(status: os.stat_result, user: int, group: int) -> bool:
-    """Whether, of all but root, one user alone may read the file: its owner, or the one of this process.
+    """Return whether, besides root, only one user may read the file: its owner, or the user of this process.
 
-    Either the mode says so, or it is the file of a Secret in a pod: root's, whoever the pod runs as, and readable by a
-    group, which must be that of this user alone. A group is taken for that if it has the user's own number, and is the
-    one that the process runs with; root needs no such group.
+    Either the file's mode allows no other user. Or it is the file of a Secret in a Kubernetes pod: root owns it, and a
+    group may read it, which must contain this user alone. A group counts as that if its number is the user's own number
+    and the process runs with it; root needs no such group.
     """
     for_others = status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     if not for_others:
@@ -104,6 +109,7 @@ def is_private(status: os.stat_result, user: int, group: int) -> bool:
 def _advice(path: str, status: os.stat_result) -> str:
     found = f"mode {stat.S_IMODE(status.st_mode):03o} of user {status.st_uid}, group {status.st_gid}"
     return (
-        f"chmod 600 {path} (it has {found}; this is user {os.geteuid()}, group {os.getegid()}; a group may read it "
-        "only if root owns it and the group's number is this user's own, as in a pod: runAsGroup = fsGroup = runAsUser)"
+        f"run `chmod 600 {path}` (it has {found}; this is user {os.geteuid()}, group {os.getegid()}; a group may read "
+        "it only if root owns it and the group's number is this user's own: in a pod set runAsGroup = fsGroup = "
+        "runAsUser)"
     )

@@ -1,4 +1,4 @@
-"""`lp_pipe attach`: talk to the debugger in which a node waits."""
+"""`lp_pipe attach`: connect this terminal to the debugger in which a node waits."""
 
 import argparse
 import contextlib
@@ -16,8 +16,8 @@ from lp_pipe.launch.report import shown
 from lp_pipe.telemetry.run_folder import RunFolder
 
 _DESCRIPTION = """\
-Talk to the debugger in which a node waits: breakpoint(), pdb.set_trace() or pdb.post_mortem() in a node that is a
-process. The commands are pdb's. Ctrl+D leaves the node at the prompt; Ctrl+C does so at any time.
+Connect this terminal to the debugger in which a node waits: breakpoint(), pdb.set_trace() or pdb.post_mortem() in a
+node that is a process. The commands are pdb's. Ctrl+D at the prompt, or Ctrl+C at any time, leaves the node waiting.
 """
 
 
@@ -25,12 +25,12 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     """Describe the command and its options."""
     parser = commands.add_parser(
         "attach",
-        help="talk to the debugger in which a node waits",
+        help="connect to the debugger in which a node waits",
         description=_DESCRIPTION,
         usage="lp_pipe attach [RUN] [NODE]",
         allow_abbrev=False,
     )
-    parser.add_argument("words", metavar="[RUN] [NODE]", nargs="*", help="may be left out where there is only one")
+    parser.add_argument("words", metavar="[RUN] [NODE]", nargs="*", help="not needed if there is only one")
     parser.set_defaults(run=run_command)
 
 
@@ -38,14 +38,14 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     """Attach until the node's code has ended, or the user leaves.
 
     Raises:
-        UsageError: no such run, or no such node of it waits in a debugger here.
-        NotAnswered: it has just gone on.
+        UsageError: there is no such run, or no such node of it waits in a debugger on this host.
+        NotAnswered: the node has just left the debugger.
     """
     run_dir, node = _run_and_node(arguments.words)
     try:
         session = DebuggerSession(run_dir, node)
     except OSError as error:
-        raise NotAnswered(f"node {node} does not wait in a debugger any more ({error.strerror})") from error
+        raise NotAnswered(f"node {node} no longer waits in a debugger ({error.strerror})") from error
     with contextlib.closing(session):
         try:
             end = session.talk(sys.stdin, sys.stdout, stay=True)
@@ -57,7 +57,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 
 def _run_and_node(words: Sequence[str]) -> tuple[Path, str]:
     if len(words) > 2:
-        raise UsageError("attach takes a run and a node: lp_pipe attach RUN NODE")
+        raise UsageError("attach takes at most a run and a node: lp_pipe attach RUN NODE")
     if len(words) == 2:
         return _checked(_folder(words[0]), words[1])
     if not words:
@@ -65,22 +65,24 @@ def _run_and_node(words: Sequence[str]) -> tuple[Path, str]:
     try:
         return _checked(_folder(words[0]), "")
     except UsageError:
-        with contextlib.suppress(UsageError):  # it is no run, so maybe a node of the only one
+        with contextlib.suppress(UsageError):  # the word is no run; it may be a node of the only run
             return _checked(_folder(None), words[0])
         raise
 
 
 def _folder(run: str | None) -> Path:
-    if run is not None and RunFolder(Path(run)).debuggers.is_dir():  # on another host than the launcher's
+    if run is not None and RunFolder(Path(run)).debuggers.is_dir():  # works on hosts without the launcher, too
         return Path(run)
     return Path(find_run(run).run_dir)
 
 
 def _checked(run_dir: Path, node: str) -> tuple[Path, str]:
-    """The node that is meant: of several that wait, the one that is named, or the only one of the named group.
+    """Return the run's folder and the waiting node that `node` means.
+
+    node: a node, a group with only one waiting node, or "" for the only waiting node.
 
     Raises:
-        UsageError: it does not wait in a debugger, or on another host.
+        UsageError: the node does not wait in a debugger, or does so on another host.
     """
     waiting = waiting_nodes(run_dir)
     places = "; ".join(f"{name} at {facts['place']}" for name, facts in waiting.items())
@@ -88,7 +90,7 @@ def _checked(run_dir: Path, node: str) -> tuple[Path, str]:
     if len(meant) == 1:
         node = meant[0]
     if not node:
-        what = f"say which node: {places}" if waiting else "no node waits in a debugger"
+        what = f"several nodes wait in a debugger, name one: {places}" if waiting else "no node waits in a debugger"
         raise UsageError(f"run {run_dir.name}: {what}")
     if node not in waiting:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""`lp_pipe checkpoint`: what a run has saved, whether it is whole, and its model as one file."""
+"""`lp_pipe checkpoint`: list and verify what a run has saved, and export its model as one file."""
 
 import argparse
 import json
@@ -20,14 +20,13 @@ examples:
   lp_pipe checkpoint verify runs/…/checkpoints/step-00000100
   lp_pipe checkpoint export runs/…/checkpoints/step-00000100 -o model.safetensors
 
-PATH is a checkpoint, a folder of checkpoints, a run's folder, or what pipeline.save has written; of several
-checkpoints, export takes the newest.
-verify ends with status 1 when something is damaged.
+PATH is a checkpoint, a folder of checkpoints, a run's folder, or a folder that pipeline.save has written. Of several
+checkpoints, export takes the newest. verify ends with status 1 if a checkpoint is damaged.
 """
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its three parts."""
+    """Describe the command and its options."""
     parser = commands.add_parser(
         "checkpoint",
         help="list, verify and export a run's checkpoints",
@@ -38,17 +37,17 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument("what", metavar="ls|verify|export", choices=["ls", "verify", "export"])
     parser.add_argument("path", metavar="PATH", type=Path, nargs="?", default=Path(), help="default: this folder")
-    parser.add_argument("-o", dest="output", metavar="FILE.safetensors", help="export: where to")
-    parser.add_argument("--part", help="export: which pipeline, where a checkpoint has several")
+    parser.add_argument("-o", dest="output", metavar="FILE.safetensors", help="export: the file to write")
+    parser.add_argument("--part", help="export: which pipeline, if a checkpoint has several")
     parser.add_argument("--json", action="store_true", help="ls, verify: print one JSON object a line")
     parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
-    """Do it.
+    """List, verify or export.
 
     Raises:
-        UsageError: there is no checkpoint, or nothing in it to export.
+        UsageError: there is no checkpoint, or it has no model to export.
     """
     paths = _paths(arguments.path)
     if arguments.what == "ls":
@@ -64,13 +63,13 @@ def _paths(path: Path) -> list[Path]:
         if found:
             return found
     if not path.exists():
-        raise UsageError(f"there is no {path}")
+        raise UsageError(f"{path} does not exist")
     if path.name.startswith("step-") or is_saved_pipeline(path):
         return [path]
     found = [folder for folder in sorted(path.iterdir()) if is_saved_pipeline(folder)] if path.is_dir() else []
     if found:
         return found
-    raise UsageError(f"{path} has no finished checkpoint: give a checkpoint's folder, or that of a run that saved some")
+    raise UsageError(f"{path} has no finished checkpoint: give the folder of a checkpoint, or of a run that saved one")
 
 
 def _open(path: Path) -> Checkpoint:
@@ -105,7 +104,7 @@ def _verify(paths: Sequence[Path], *, as_json: bool) -> int:
         try:
             found = _open(path)
             wrong = found.damage()
-            good = f"{counted(len(found.files), 'file')}, {found.size:,} bytes: as they were written"
+            good = f"{counted(len(found.files), 'file')}, {found.size:,} bytes: unchanged since they were written"
         except CheckpointError as error:
             wrong = [str(error)]
         damaged += bool(wrong)
@@ -126,9 +125,9 @@ def _export(path: Path, output: str | None, part: str | None) -> int:
     parts = {name: part for part, name in part_names(_parts_in(path)).items()}
     pipelines = {parts.get(folder.name, folder.name): folder for folder in folders if is_saved_model(folder)}
     if not pipelines:
-        raise UsageError(f"{path} has no pipeline, so there is no model to export")
+        raise UsageError(f"{path} has no pipeline, so it has no model to export")
     if part is None and len(pipelines) > 1:
-        raise UsageError(f"{path} has the pipelines {', '.join(pipelines)}: say which with --part")
+        raise UsageError(f"{path} has the pipelines {', '.join(pipelines)}: choose one with --part")
     name = part or next(iter(pipelines))
     if name not in pipelines:
         raise UsageError(f"{path} has no pipeline {name!r}, only {', '.join(pipelines)}")
@@ -141,7 +140,7 @@ def _export(path: Path, output: str | None, part: str | None) -> int:
 
 
 def _parts_in(path: Path) -> Sequence[str]:
-    """Return the parts of a checkpoint; none of a folder that is no checkpoint, such as one of saved pipelines."""
+    """Return the parts of a checkpoint; none for another folder, such as one of saved pipelines."""
     try:
         return open_checkpoint(path).parts
     except CheckpointError:
@@ -161,7 +160,7 @@ def _as_json(found: Checkpoint) -> dict[str, object]:
 
 
 class SavedPipeline(Checkpoint):
-    """Has no checksum of a file as a whole: each entry has one of its own."""
+    """A folder that `pipeline.save` has written. It has a checksum for each entry, and none for a file as a whole."""
 
     def damage(self) -> list[str]:
         from lp_pipe.pipeline.saving.dcp_reading import SavedFolder  # needs torch
@@ -174,10 +173,10 @@ def is_saved_pipeline(path: Path) -> bool:
 
 
 def open_saved_pipeline(path: Path) -> SavedPipeline:
-    """Read what it says of itself.
+    """Read a saved pipeline's manifest.
 
     Raises:
-        CheckpointError: it is damaged, or not lp_pipe's.
+        CheckpointError: the folder is damaged, or lp_pipe did not write it.
     """
     from lp_pipe.pipeline.saving.dcp_reading import SavedFolder  # needs torch
 

@@ -1,4 +1,4 @@
-"""`lp_pipe clean`: remove what killed runs of this user have left behind, and folders of old runs."""
+"""`lp_pipe clean`: remove the leftovers of this user's killed runs, and folders of old runs."""
 
 import argparse
 import shutil
@@ -16,10 +16,10 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     """Describe the command and its options."""
     parser = commands.add_parser(
         "clean",
-        help="remove what killed runs have left behind, and old runs",
+        help="remove leftovers of killed runs, and old runs",
         description=(
-            "For every run of yours on this host whose launcher is dead: end the processes that carry its mark, remove "
-            "its socket folder and its entry. With --runs also folders of old runs. Nothing else is touched."
+            "For every run of yours on this host whose launcher is dead: kill its remaining processes, and remove its "
+            "socket folder and its entry in the list of live runs. With --runs also remove folders of old runs."
         ),
         usage="lp_pipe clean [--runs[=FOLDER]] [--keep=N] [--dry-run]",
         allow_abbrev=False,
@@ -30,25 +30,25 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         nargs="?",
         type=Path,
         const=usual_runs(),
-        help="remove the folders of ended runs in FOLDER (default: where scripts make them) but the newest; those with "
-        "metrics after a day, those with checkpoints or files of their nodes after 30 days without a change",
+        help="remove the folders of ended runs in FOLDER (default: where scripts make them), except for the newest; "
+        "folders with metrics after a day, folders with checkpoints or files of nodes after 30 days without a change",
     )
     parser.add_argument(
         "--keep", type=_count, metavar="N", help=f"--runs: how many of the newest runs stay (default: {KEPT_RUNS})"
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be done")
     parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
-    """Clean up and say what was done.
+    """Clean up and print what was done.
 
     Raises:
         UsageError: --keep without --runs, or there is no such folder.
     """
     folder: Path | None = arguments.runs
     if folder is None and arguments.keep is not None:
-        raise UsageError("--keep is how many runs stay: add --runs")
+        raise UsageError("--keep needs --runs: it is the number of runs that stay")
     if folder is not None and folder != usual_runs() and not folder.is_dir():
         raise UsageError(f"--runs={folder}: there is no such folder")
     dead = dead_entries()
@@ -56,7 +56,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         done = list(_clean(path, record, is_dry=arguments.dry_run))
         print(f"run {record.name}, whose launcher {record.pid} is dead: {', '.join(done)}")
     if not dead:
-        print("nothing to clean: no killed run of yours has left anything on this host")
+        print("nothing to clean: there are no leftovers of killed runs of yours on this host")
     if folder is not None:
         _clean_runs(folder, KEPT_RUNS if arguments.keep is None else arguments.keep, is_dry=arguments.dry_run)
     return 0
@@ -72,7 +72,10 @@ def _clean_runs(folder: Path, kept: int, is_dry: bool) -> None:
 
 
 def _clean(path: Path, record: RunRecord, is_dry: bool) -> Iterator[str]:
-    """Do it (or not), and say what; the entry goes last, so that an interrupted cleaning can be done again."""
+    """Remove a dead run's leftovers (unless `is_dry`) and yield what was done.
+
+    The entry is removed last, so that an interrupted cleaning can be repeated.
+    """
     pids = left_of(record)
     if pids:
         if not is_dry:
@@ -90,5 +93,5 @@ def _clean(path: Path, record: RunRecord, is_dry: bool) -> Iterator[str]:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise UsageError(f"--keep={text}: a number of runs is needed, such as --keep=10")
+        raise UsageError(f"--keep={text}: give a number of runs, such as --keep=10")
     return int(text)

@@ -1,4 +1,4 @@
-"""What who watches a run gets to see, while it runs; here the base, and plain lines for files and pipes."""
+"""Displays of a running program: the base class, and plain lines for files and pipes."""
 
 import contextlib
 import sys
@@ -22,7 +22,7 @@ Status = Mapping[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Start:
-    """What is about to be launched."""
+    """A program that is about to be launched."""
 
     view: GraphView
     mode: str
@@ -30,43 +30,43 @@ class Start:
 
 
 class Display:
-    """The base of all displays: is told how one run begins, goes on and ends.
+    """The base of all displays. `launch` tells it how a run starts, continues and ends.
 
-    Use it as a context manager, so that the terminal is given back whatever happens.
+    Use it as a context manager, so that the terminal is restored after any error.
     """
 
     def starting(self, start: Start) -> None:
-        """Show the graph, then the run's folder."""
+        """Show the graph and the run's folder."""
         say(f"{to_text(start.view)}\nrun folder {start.run_dir}", sys.stdout)
 
     def output(self) -> AbstractContextManager[Output]:
-        """Around the time in which nodes may print."""
+        """Return a context around the time in which nodes may print."""
         return labelled()
 
     def started(self) -> None:
-        """Every node has been started."""
+        """Show that every node has been started."""
 
     def metrics(self, record: MetricsRecord) -> None:
-        """A node has logged numbers. Called from any thread."""
+        """Show numbers that a node has logged. Called from any thread."""
 
     def status(self, status: Status) -> None:
-        """How the nodes are; called several times a second in the main thread."""
+        """Show the states of the nodes; called several times a second in the main thread."""
 
     def note(self, text: str) -> None:
-        """Something that the user must know now."""
+        """Show a message that the user must see now."""
         say(text)
 
     def ended(self, ending: Ending, status: Status) -> None:
-        """The last words; failures and interruptions go to stderr. The last line says where the run's folder is."""
+        """Show how the run ended, failures and interruptions on stderr. The last line names the run's folder."""
         self.close()
         print(ending.text, file=sys.stderr if ending.exit_status else sys.stdout, flush=True)
 
     def suspended(self) -> AbstractContextManager[TextIO] | None:
-        """Return a context in which the display is away and the terminal can be written to; None: no terminal."""
+        """Return a context in which the display is removed and the terminal can be written to; None: no terminal."""
         return None
 
     def close(self) -> None:
-        """Give the terminal back, idempotent."""
+        """Restore the terminal; idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -78,15 +78,16 @@ class Display:
 
 
 class PlainDisplay(Display):
-    """One line a record, at most every `every_s` seconds for each node and kind of record; first and last always.
+    """A display of one line per record, at most every `every_s` seconds for each node and kind of record.
 
-    Records are of one kind when they have the same names: rare ones are not lost between frequent ones.
+    The first and the last record are always printed. Records with the same metric names are of one kind, so that rare
+    ones are not lost among frequent ones.
     """
 
     def __init__(self, every_s: float = 2.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_s = every_s
         self._clock = clock
-        self._stdout = sys.stdout  # as it is now: what a node's thread prints is labelled later on
+        self._stdout = sys.stdout  # the original stream: `output` replaces sys.stdout by one that adds labels
         self._lock = threading.Lock()
         self._printed_at: dict[tuple[str, frozenset[str]], float] = {}
         self._held_back: dict[tuple[str, frozenset[str]], MetricsRecord] = {}
@@ -109,13 +110,13 @@ class PlainDisplay(Display):
             self._held_back.clear()
 
     def _print(self, record: MetricsRecord) -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads any more; metrics.jsonl has everything
+        with contextlib.suppress(OSError, ValueError):  # the reader has ended; metrics.jsonl has all records
             self._stdout.write(f"{metrics_line(record)}\n")
             self._stdout.flush()
 
 
 def metrics_line(record: MetricsRecord) -> str:
-    """`trainer/0  step 120  loss 2.413  bits_per_char 3.48`."""
+    """Return a line such as `trainer/0  step 120  loss 2.413  bits_per_char 3.48`."""
     values = dict(record.values)
     total = values.pop("total_steps", None)
     step = [] if record.step is None else [f"step {record.step}{f'/{total:.0f}' if total else ''}"]
@@ -123,7 +124,7 @@ def metrics_line(record: MetricsRecord) -> str:
 
 
 def number(value: float) -> str:
-    """Four digits of it: 2.413, 0.0001234, 11200."""
+    """Return a number with about four digits: 2.413, 0.0001234, 11200."""
     if abs(value) < 1e15 and value == int(value):
         return str(int(value))
     return f"{value:.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"

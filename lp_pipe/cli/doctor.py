@@ -1,4 +1,4 @@
-"""`lp_pipe doctor`: whether programs can run on this machine, and what would help."""
+"""`lp_pipe doctor`: check whether programs can run on this machine. Each check is one function."""
 
 import argparse
 import ctypes
@@ -30,7 +30,7 @@ _MIB = 1 << 20
 _PATIENCE_S = 30.0
 _PR_GET_PDEATHSIG = 2
 _FDS_PER_NODE = 3  # two pipes and a stream, in the launcher
-_OWN_FDS = 50
+_OWN_FDS = 50  # of the launcher itself
 _FEW_FDS, _VERY_FEW_FDS = 1024, 256
 _FEW_PROCESSES = 512  # threads count as well
 _INSTALL_TORCH = f"pip install '{WANTED}'    (only pipelines need it)"
@@ -38,7 +38,10 @@ _INSTALL_TORCH = f"pip install '{WANTED}'    (only pipelines need it)"
 
 @dataclass(frozen=True)
 class Check:
-    """level: "ok", "warn" (something will not work, or slower) or "fail" (programs do not run); fix: a command."""
+    """The result of a check.
+
+    level: "ok", "warn" (something does not work, or is slower) or "fail" (programs do not run). fix: a command.
+    """
 
     name: str
     level: str
@@ -47,12 +50,12 @@ class Check:
 
 
 def run_checks() -> list[Check]:
-    """All of them; one that cannot even look is a failure."""
+    """Run all checks; a check that raises counts as failed."""
     results = []
     for name, check in CHECKS.items():
         try:
             level, text, *fix = check()
-        except Exception as error:  # whatever is wrong with this machine is what is looked for
+        except Exception as error:  # any error shows a fault of this machine
             level, text, fix = "fail", f"{type(error).__name__}: {error}", []
         results.append(Check(name, level, text, *fix))
     return results
@@ -81,14 +84,14 @@ def check_torch() -> Sequence[str]:
 
 
 def check_shm() -> Sequence[str]:
-    """Tensors between nodes travel in memfds, which this does not limit; the workers of torch's DataLoader do."""
+    """Check the size of /dev/shm, which torch's DataLoader workers use. lp_pipe's own tensors travel in memfds."""
     if not Path("/dev/shm").is_dir():
-        return "ok", "none on this system; lp_pipe itself needs none"
+        return "ok", "not on this system; lp_pipe itself does not need it"
     total, _, free = shutil.disk_usage("/dev/shm")
     text = f"{free // _MIB} of {total // _MIB} MiB free"
     if free < 512 * _MIB:
         fix = "sudo mount -o remount,size=8G /dev/shm    (docker: --shm-size=8g)"
-        return "warn", f"{text}: too little for a torch DataLoader with workers (lp_pipe itself needs none)", fix
+        return "warn", f"{text}: too little for a torch DataLoader with workers (lp_pipe does not use it)", fix
     return "ok", text
 
 
@@ -117,7 +120,7 @@ def check_hostname() -> Sequence[str]:
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
     except OSError as error:
-        return "warn", f"{name} does not resolve ({error.strerror}): other hosts' libraries may need it", fix
+        return "warn", f"{name} does not resolve ({error.strerror}): libraries may need it to reach this host", fix
     seconds = time.monotonic() - began
     text = f"{name} is {', '.join(sorted(found))}"
     return ("warn", f"{text}, after {seconds:.1f} s", fix) if seconds > 1 else ("ok", text)
@@ -128,9 +131,9 @@ def check_loopback() -> Sequence[str]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             with socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S):
-                return "ok", f"port {port} of 127.0.0.1 could be bound and reached"
+                return "ok", f"port {port} of 127.0.0.1 was bound and reached"
     except OSError as error:
-        return "fail", f"no free port of 127.0.0.1 can be bound and reached: {error}", "sudo ip link set lo up"
+        return "fail", f"cannot bind and reach a port of 127.0.0.1: {error}", "sudo ip link set lo up"
 
 
 def check_unix_socket() -> Sequence[str]:
@@ -140,7 +143,11 @@ def check_unix_socket() -> Sequence[str]:
         connections.connect(listener.endpoint).close()
         listener.close()
     except (OSError, lp.Unavailable) as error:
-        return "fail", f"no unix socket in {folder}: {error}", "export TMPDIR=/tmp    (or any folder on a local disk)"
+        return (
+            "fail",
+            f"cannot use a unix socket in {folder}: {error}",
+            "export TMPDIR=/tmp    (or any folder on a local disk)",
+        )
     finally:
         shutil.rmtree(folder)
     usual = tempfile.gettempdir()
@@ -163,31 +170,31 @@ def check_run_folder() -> Sequence[str]:
     except OSError as error:
         return (
             "warn",
-            f"{wanted} cannot be written ({error.strerror}): scripts do not run, ps and status miss runs",
+            f"{wanted} cannot be written ({error.strerror}): scripts cannot launch, and ps and status do not see runs",
             fix,
         )
     if is_temporary(folder):
-        return "warn", f"no home folder can be written: scripts' runs have their logs in {folder}", fix
-    return "ok", f"{folder}, where scripts' runs have their logs, can be written"
+        return "warn", f"the home folder cannot be written: logs of scripts' runs are in {folder}", fix
+    return "ok", f"{folder}, for logs of scripts' runs, can be written"
 
 
 def check_fork() -> Sequence[str]:
-    """A program of one node, from the launch to its end: template process, fork, stream, exit."""
+    """Run a program of one node from launch to end: template process, fork, stream, exit."""
     program = lp.Program("doctor")
     program.add_node(lp.PyNode(os.getpid), label="node")
     began = time.monotonic()
-    fix = "lp_pipe launch TARGET --mode=thread    (until that is mended: one process)"
+    fix = "lp_pipe launch TARGET --mode=thread    (meanwhile, all nodes in one process)"
     with tempfile.TemporaryDirectory() as run_dir:
         try:
             with lp.launch(program, "process", run_dir=run_dir, listed=False) as run:
                 run.wait(_PATIENCE_S)
         except (lp.LpPipeError, TimeoutError) as error:
-            return "fail", f"a node process could not be forked and heard: {str(error).splitlines()[0]}", fix
-    return "ok", f"a node was forked, ran and ended within {time.monotonic() - began:.2f} s"
+            return "fail", f"cannot run a node process: {str(error).splitlines()[0]}", fix
+    return "ok", f"a node process started, ran and ended within {time.monotonic() - began:.2f} s"
 
 
 def check_pipeline() -> Sequence[str]:
-    """A pipeline of two stages trains for one step, in threads: private parts of torch differ between its versions."""
+    """Train a pipeline of two stages for one step, in threads: torch's private parts differ between its versions."""
     try:
         import torch
     except ImportError as error:
@@ -197,10 +204,10 @@ def check_pipeline() -> Sequence[str]:
     began = time.monotonic()
     try:
         _train_one_step()
-    except Exception as error:  # whatever this torch lacks
+    except Exception as error:  # depends on what this torch lacks
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return "fail", f"a pipeline cannot train with torch {torch.__version__}: {why}", f"pip install '{WANTED}'"
-    return "ok", f"two stages trained one step within {time.monotonic() - began:.2f} s"
+    return "ok", f"two stages trained for one step within {time.monotonic() - began:.2f} s"
 
 
 def _train_one_step() -> None:
@@ -218,7 +225,7 @@ def _train_one_step() -> None:
 
 
 def check_death_signals() -> Sequence[str]:
-    """What takes nodes down at once when their launcher is killed; without, they notice that it is silent."""
+    """Check the system calls that end nodes at once when their launcher is killed. Without, its silence ends them."""
     missing = [] if has_pidfd() else ["pidfd"]
     if sys.platform != "linux" or ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(ctypes.c_int()), 0, 0, 0):
         missing.append("prctl")
@@ -230,14 +237,14 @@ def check_death_signals() -> Sequence[str]:
 
 def check_gpu() -> Sequence[str]:
     if not Path("/dev/nvidiactl").exists():
-        return "ok", "none: pipelines run on the CPU"
+        return "ok", "no GPU: pipelines run on the CPU"
     try:
         import torch
     except ImportError:
-        return "warn", "there is one, but no torch", "pip install torch"
+        return "warn", "there is a GPU, but no torch", "pip install torch"
     if not torch.cuda.is_available():
         fix = "nvidia-smi && pip install --force-reinstall torch    (a build for this driver's CUDA)"
-        return "warn", f"there is one, but torch {torch.__version__} cannot use it", fix
+        return "warn", f"there is a GPU, but torch {torch.__version__} cannot use it", fix
     names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
     return "ok", ", ".join(names)
 
@@ -257,7 +264,7 @@ CHECKS: dict[str, Callable[[], Sequence[str]]] = {
     "run folder": check_run_folder,
     "death signals": check_death_signals,
     "fork": check_fork,
-    "gpu": check_gpu,  # from here on torch is imported, and a fork after that takes longer
+    "gpu": check_gpu,  # imports torch, after which a fork takes longer
     "pipeline": check_pipeline,
 }
 
@@ -267,7 +274,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "doctor",
         help="check whether programs can run on this machine",
-        description="Look at what programs need of this machine, and say what would help. Nothing is changed.",
+        description="Check what programs need of this machine, and print a fix for each fault. Nothing is changed.",
         epilog="Exit status: 0 programs can run, 1 something fails.",
         usage="lp_pipe doctor [--json]",
         allow_abbrev=False,
@@ -277,7 +284,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
-    """Print a line for each check, and below it the command that fixes what is wrong."""
+    """Print a line for each check, and the command that fixes a fault below it."""
     checks = run_checks()
     for check in checks:
         print(json.dumps(asdict(check)) if arguments.json else _described(check))

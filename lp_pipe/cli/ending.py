@@ -1,4 +1,4 @@
-"""How a run ended: in words, and as an exit status."""
+"""The end of a run, as text and as an exit status."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,10 @@ from lp_pipe.telemetry.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Ending:
-    """kind: "done", "failed" or "interrupted"; `text` ends with where the run's folder is, and how to go on from it."""
+    """The end of a run.
+
+    kind: "done", "failed" or "interrupted". text: ends with the run's folder and the command that resumes it.
+    """
 
     kind: str
     exit_status: int
@@ -30,7 +33,10 @@ def failed(error: NodeError) -> Ending:
 def interrupted(
     run: Run | ElasticRun, interrupt: KeyboardInterrupt, seconds: float, failure: NodeError | None = None
 ) -> Ending:
-    """seconds: from the signal to the end of the last node. failure: what had begun to end the program before it."""
+    """Return the end of an interrupted run.
+
+    seconds: from the signal to the end of the last node. failure: the failure that came before the signal, if any.
+    """
     nodes = counted(sum(len(rows) for rows in run.status().values()), "node")
     end = closing_lines(RunFolder(run.run_dir))
     text = f"interrupted; {nodes} stopped in {seconds:.1f} s; {end}"

@@ -1,4 +1,4 @@
-"""How commands end: exit statuses, and the errors that lead to them."""
+"""The exit statuses of commands, and the errors that lead to them."""
 
 import difflib
 import signal
@@ -16,15 +16,15 @@ INTERRUPTED = 128  # plus the signal's number: 130 for Ctrl+C, 143 for SIGTERM
 
 
 class CommandError(Exception):
-    """Ends the command: its message goes to stderr, its status to the shell."""
+    """An error that ends the command: its message goes to stderr, its status is the exit status."""
 
     status = NOT_LAUNCHED
 
 
 class UsageError(CommandError):
-    """The user can mend it on the command line; the message is one line that says how.
+    """A wrong command line. The message is one line that says how to correct it.
 
-    choices: a table of what there is, printed below it.
+    choices: a table of valid values, printed below the message.
     """
 
     status = WRONG_USAGE
@@ -38,23 +38,23 @@ class NotLaunched(CommandError):
 
 
 class NotAnswered(CommandError):
-    """A run that should be live cannot be asked."""
+    """A live run does not answer."""
 
     status = NOT_ANSWERED
 
 
 def status_of(interrupt: KeyboardInterrupt) -> int:
-    """130 for Ctrl+C, 143 for SIGTERM, 129 for a terminal that was closed."""
+    """Return the exit status: 130 for Ctrl+C, 143 for SIGTERM, 129 for a terminal that was closed."""
     return interrupt.code if isinstance(interrupt, Terminated) else INTERRUPTED + signal.SIGINT
 
 
 def counted(count: int, noun: str) -> str:
-    """1 node, 2 nodes, 3 processes."""
+    """Return a number with its noun: "1 node", "2 nodes", "3 processes"."""
     ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
     return f"{count} {noun}{ending}"
 
 
 def nearest(wrong: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """ "; did you mean 'right'?", or nothing when nothing is near."""
+    """Return "; did you mean 'RIGHT'?" with the most similar known name; "" if none is similar."""
     found = difflib.get_close_matches(wrong, list(known), n=1, cutoff=likeness)
     return f"; did you mean {found[0]!r}?" if found else ""

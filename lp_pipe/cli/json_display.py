@@ -1,4 +1,4 @@
-"""`--json`: everything that happens as JSON objects, one a line, on stdout and nothing else there."""
+"""The display of `--json`: every event is one line of JSON on stdout, and nothing else goes there."""
 
 import contextlib
 import json
@@ -18,10 +18,11 @@ from lp_pipe.telemetry.metrics import MetricsRecord
 
 
 class JsonDisplay(Display):
-    """Events: graph, launched, log, metrics, note, node (its state at the end), then done, failed or interrupted.
+    """A display that prints events as JSON.
 
-    Of a dry run: graph, then plan. Each has `event` and `time` (seconds since the epoch). Reports for people go to
-    stderr as without --json.
+    The events are graph, launched, log, metrics, note, node (its state at the end), then done, failed or interrupted; a
+    dry run has graph and plan. Each has `event` and `time` (seconds since the epoch). Notes and failure reports are
+    also printed to stderr as text.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class JsonDisplay(Display):
         self._emit("graph", **start.view.to_dict())
 
     def planned(self, lines: Sequence[str]) -> None:
-        """What a dry run says to people, line by line."""
+        """Print the lines that a dry run would print as text."""
         self._emit("plan", lines=list(lines))
 
     def output(self) -> AbstractContextManager[Output]:
@@ -78,5 +79,5 @@ class JsonDisplay(Display):
 
     def _emit(self, event: str, **fields: Any) -> None:
         line = json.dumps({"event": event, "time": round(time.time(), 3), **fields})
-        with self._lock, contextlib.suppress(OSError, ValueError):  # nobody reads any more
+        with self._lock, contextlib.suppress(OSError, ValueError):  # the reader has ended
             print(line, file=self._stdout, flush=True)

@@ -1,4 +1,4 @@
-"""The files that commands write."""
+"""Files that commands write, given by -o."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,10 +8,10 @@ from lp_pipe.telemetry.file_writing import write_atomically
 
 
 def output_path(text: str, suffixes: Iterable[str]) -> Path:
-    """The value of -o, for a file whose name says what is written.
+    """Return the path that -o gives; the ending of its name selects the format.
 
     Raises:
-        UsageError: the name has another ending.
+        UsageError: the name has none of the endings `suffixes`.
     """
     if Path(text).suffix not in suffixes:
         raise UsageError(f"-o {text}: the file's name must end in one of {', '.join(suffixes)}")
@@ -19,10 +19,10 @@ def output_path(text: str, suffixes: Iterable[str]) -> Path:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write it.
+    """Write `text` to the file.
 
     Raises:
-        UsageError: it cannot be written; an older one stays as it was.
+        UsageError: the file cannot be written; an existing file is unchanged.
     """
     try:
         write_atomically(path, text)

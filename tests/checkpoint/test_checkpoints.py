@@ -545,7 +545,7 @@ def test_the_beginning_is_saved_once_and_then_gone_on_from(tmp_path: Path) -> No
 
 def test_a_part_that_cannot_stay_in_memory_is_refused(tmp_path: Path) -> None:
     checkpoints = Checkpoints({"slow": Slow()}, tmp_path)
-    with pytest.raises(ValueError, match=r"part 'slow' has no mirror\(\)"):
+    with pytest.raises(ValueError, match=r"part 'slow' .*no mirror\(\)"):
         next(checkpoints.steps(Training(0), 1, save_every=1, mirror_every=1))
     with pytest.raises(ValueError, match="mirror_every=0"):
         next(checkpoints.steps(Training(0), 1, save_every=1, mirror_every=0))

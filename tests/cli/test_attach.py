@@ -37,7 +37,7 @@ def test_attach_talks_to_the_node_that_is_named(start: Start, brief_command: Com
     said = {started.wait_for("waits in a debugger").partition("lp_pipe attach ")[2].split('"')[0] for _ in range(2)}
     assert said == {"out x/0", "out x/1"}
     which = brief_command("attach")
-    assert which.returncode == 2 and "say which node: x/0 at " in which.stderr and "; x/1 at " in which.stderr
+    assert which.returncode == 2 and ": x/0 at " in which.stderr and "; x/1 at " in which.stderr
     wrong = brief_command("attach", "out", "x/7")
     assert wrong.returncode == 2 and "node x/7" in wrong.stderr and "waiting: x/0 at" in wrong.stderr
     for arguments in (["out", "x/0"], ["x/1"]):

@@ -334,7 +334,7 @@ def test_without_a_run_everything_says_so(brief_command: Command, folder: Path) 
     # A path that is not there ended in a NotImplementedError of pathlib's.
     assert brief_command("logs", "/no/run").stderr.startswith("lp_pipe: no run '/no/run': there is no such folder")
     assert (brief_command("ps").stdout, brief_command("ps").returncode) == ("", 0)
-    assert brief_command("clean").stdout == "nothing to clean: no killed run of yours has left anything on this host\n"
+    assert brief_command("clean").stdout.startswith("nothing to clean: ")
 
 
 def test_a_run_that_has_ended_is_found_by_its_name_and_where_it_was_moved_to(

@@ -120,4 +120,4 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
     secret.chmod(0o644)
     command = [sys.executable, "-m", "lp_pipe", "agent", "--join", "127.0.0.1:9", "--token-file", str(secret)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and f"others may read it; chmod 600 {secret}" in done.stderr
+    assert done.returncode == 2 and f"chmod 600 {secret}" in done.stderr
