@@ -11,10 +11,10 @@ from typing import Any
 
 from lp_pipe.checkpoint import folder as folders
 from lp_pipe.checkpoint.folder import Checkpoint, Ranking, checkpoints_in, open_checkpoint
+from lp_pipe.checkpoint.host_visibility import check_is_shared
 from lp_pipe.checkpoint.parts import SavesItself, Stateful, Trainable, saves_itself
 from lp_pipe.checkpoint.poison import PoisonSteps, TryAgain
 from lp_pipe.checkpoint.recovery import LostParts, StatesInMemory, check_can_mirror
-from lp_pipe.checkpoint.shared_folder import check_is_shared
 from lp_pipe.context import context, current_context, stop_event
 from lp_pipe.errors import CheckpointError, StateLost, Unavailable, add_note
 from lp_pipe.telemetry.events import EventLog
@@ -352,7 +352,7 @@ class Checkpoints:
     def _failed(self, step: int, error: Exception) -> None:
         what = str(error).partition("\n")[0]  # an error of a stage has its traceback in the other lines
         message = f"the checkpoint of step {step} could not be written to {self.folder}: {what}"
-        is_final = isinstance(error, CheckpointError) and not error.may_pass  # would fail again: see shared_folder.py
+        is_final = isinstance(error, CheckpointError) and not error.may_pass  # would fail again: see host_visibility.py
         if not self._may_fail or is_final or isinstance(error, StateLost):
             raise CheckpointError(f"{message}; older checkpoints are unchanged") from error
         _log.warning("%s; training continues without it", message)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.checkpoint import Checkpoints, checkpoints_in, folder, open_checkpoint, shared_folder
+from lp_pipe.checkpoint import Checkpoints, checkpoints_in, folder, host_visibility, open_checkpoint
 from lp_pipe.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -272,7 +272,7 @@ def test_what_was_deleted_while_it_was_written_is_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """It counted as whole with the files that were left, `verify` found it good, and older ones were deleted."""
-    monkeypatch.setattr(shared_folder, "_APPEARS_WITHIN_S", 0.0)
+    monkeypatch.setattr(host_visibility, "_APPEARS_WITHIN_S", 0.0)
     parts = {"counter": Counter(1), "part": Slow()}
     parts["part"].may_write.set()
     Checkpoints(parts, tmp_path, keep=1).save(1)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lp_pipe.checkpoint.shared_folder import check_is_here
+from lp_pipe.checkpoint.host_visibility import check_is_here
 from lp_pipe.errors import CheckpointError, Unavailable
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig

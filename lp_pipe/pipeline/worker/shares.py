@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from lp_pipe.checkpoint.shared_folder import check_is_here
+from lp_pipe.checkpoint.host_visibility import check_is_here
 from lp_pipe.errors import Unavailable
 from lp_pipe.pipeline.saving.contents import ENTRY, Manifest, Saved, entries
 from lp_pipe.training.share_file import Described, EntryKey, Share, Written, remove_shares

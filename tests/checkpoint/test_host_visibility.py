@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lp_pipe.checkpoint import Checkpoints, checkpoints_in, shared_folder
+from lp_pipe.checkpoint import Checkpoints, checkpoints_in, host_visibility
 from lp_pipe.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -28,7 +28,7 @@ def test_a_part_that_was_saved_on_another_host_is_no_part_of_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_fail: bool
 ) -> None:
     # Such checkpoints had a manifest of no files, counted as whole, and took the place of older ones.
-    monkeypatch.setattr(shared_folder, "_APPEARS_WITHIN_S", 0.0)
+    monkeypatch.setattr(host_visibility, "_APPEARS_WITHIN_S", 0.0)
     checkpoints = Checkpoints({"pipeline": OfAnotherHost()}, tmp_path, may_fail=may_fail)
     with pytest.raises(CheckpointError, match=r"part 'pipeline'.*hosts .* share"):
         checkpoints.save(1)
@@ -36,5 +36,5 @@ def test_a_part_that_was_saved_on_another_host_is_no_part_of_a_checkpoint(
 
 
 def test_what_a_network_file_system_shows_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_folder.time, "sleep", lambda _: (tmp_path / "late").touch())
-    shared_folder.check_is_here(tmp_path / "late", "stages/1 on h2")
+    monkeypatch.setattr(host_visibility.time, "sleep", lambda _: (tmp_path / "late").touch())
+    host_visibility.check_is_here(tmp_path / "late", "stages/1 on h2")
