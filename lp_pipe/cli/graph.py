@@ -16,8 +16,8 @@ examples:
   lp_pipe graph examples/char_gpt.py
   lp_pipe graph examples/char_gpt.py -o graph.svg -o graph.dot -- --stages=3
   lp_pipe graph my_package.train:make_program -o graph.json
-  lp_pipe graph examples/char_gpt.py --plan=plan.toml -o planned.svg       with its stages and what they should take
-  lp_pipe launch examples/char_gpt.py --mode=multi_host --dry-run          what "auto" is between several hosts
+  lp_pipe graph examples/char_gpt.py --plan=plan.toml -o planned.svg       with the plan's stages and predicted times
+  lp_pipe launch examples/char_gpt.py --mode=multi_host --dry-run          also shows the channels between hosts
 """
 
 
@@ -26,7 +26,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "graph",
         help="show a program's graph as text, SVG, DOT or JSON",
-        description="Show which nodes a program has, and which holds handles of which. Nothing is started.",
+        description="Show a program's nodes, and which of them hold handles of which others. Nothing is started.",
         epilog=_EXAMPLES,
         usage="lp_pipe graph TARGET [-o FILE]… [--mode MODE] [-- program flags]",
         allow_abbrev=False,
@@ -39,13 +39,13 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         default=[],
         type=partial(output_path, suffixes=WRITERS),
         metavar="FILE",
-        help=f"ends in {', '.join(WRITERS)}; may be given several times; without: text on stdout",
+        help=f"ends in {', '.join(WRITERS)}; may be given several times (default: text on stdout)",
     )
     parser.add_argument(
         "--mode",
         choices=("process", "thread"),
         default="process",
-        help='decides what "auto" channels are; default: process',
+        help='the mode for which "auto" channels are resolved (default: process)',
     )
     add_plan_options(parser)
     parser.set_defaults(run=run_command)
@@ -55,7 +55,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     """Print or write the graph.
 
     Raises:
-        UsageError, NotLaunched: the target is no program, or its graph is not whole.
+        UsageError, NotLaunched: the target is no program, or its graph is invalid.
     """
     program = load_planned(arguments, program_flags)
     try:

@@ -1,4 +1,4 @@
-"""The part of `lp_pipe launch` that is about several hosts: its options, and the plan of a --dry-run."""
+"""The options of `lp_pipe launch` and `profile` for several hosts, and the plan of a --dry-run."""
 
 import argparse
 import tempfile
@@ -16,26 +16,26 @@ _OPTION = "option_"
 
 
 def add_arguments(parser: argparse.ArgumentParser, needed: str = "--mode=multi_host") -> None:
-    """Describe them, and what goes with them; also those of the engines that we bring."""
+    """Add the options for several hosts, including those of the built-in engines."""
     group = parser.add_argument_group(f"several hosts ({needed})")
     group.add_argument(
-        "--engine", metavar="NAME", help=f"who starts an agent on each host: {', '.join(BUILT_IN)} (default: local)"
+        "--engine",
+        metavar="NAME",
+        help=f"the engine that starts an agent on each host: {', '.join(BUILT_IN)} (default: local)",
     )
-    group.add_argument("--hosts", metavar="H1,H2:gpus=4|FILE", help="which hosts; local, slurm, ray: how many")
-    group.add_argument("--listen", metavar="ADDRESS", help="by which the hosts reach this one (default: found out)")
-    group.add_argument("--interface", metavar="NAME", help="by which the hosts reach each other (default: found out)")
+    group.add_argument("--hosts", metavar="H1,H2:gpus=4|FILE", help="the hosts; for local, slurm, ray: their number")
+    group.add_argument("--listen", metavar="ADDRESS", help="where the hosts reach this one (default: found)")
+    group.add_argument("--interface", metavar="NAME", help="by which the hosts reach each other (default: found)")
     group.add_argument(
-        "--transport",
-        choices=list(TRANSPORTS),
-        help="what carries all traffic between hosts (default: auto: tls)",
+        "--transport", choices=list(TRANSPORTS), help="the transport of all traffic between hosts (default: auto: tls)"
     )
-    group.add_argument("--sync", metavar="DIR", help="give the hosts this folder of sources; only changes travel")
+    group.add_argument("--sync", metavar="DIR", help="copy this source folder to the hosts; only changes are sent")
     group.add_argument("--join-timeout", type=float, metavar="S", help="seconds for all hosts to join (default: 60)")
     group.add_argument(
-        "--host-timeout", type=float, metavar="S", help="a host that is silent for so long is lost (default: 7)"
+        "--host-timeout", type=float, metavar="S", help="seconds of silence after which a host is lost (default: 7)"
     )
     group.add_argument(
-        "--engine-option", action="append", default=[], metavar="NAME=VALUE", help="of an engine that is not ours"
+        "--engine-option", action="append", default=[], metavar="NAME=VALUE", help="an option of an engine of your own"
     )
     helps: dict[str, dict[str, list[str]]] = {}  # by option, by text: the engines that have it
     for name in BUILT_IN:
@@ -48,20 +48,20 @@ def add_arguments(parser: argparse.ArgumentParser, needed: str = "--mode=multi_h
 
 
 def add_launch_only(parser: argparse.ArgumentParser) -> None:
-    """The options that only a launch has."""
+    """Add the options that only `launch` has."""
     parser.add_argument(
         "--elastic",
         metavar="MIN:MAX",
-        help="so many hosts: TARGET is a function of their number, called again when one is lost or comes back",
+        help="run on MIN to MAX hosts: TARGET is a function of their number, called again when a host leaves or joins",
     )
-    parser.add_argument("--dry-run", action="store_true", help="start no node: print which would run where, and end")
+    parser.add_argument("--dry-run", action="store_true", help="print which node would run where; start no node")
 
 
 def launch_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `launch` is to be given beside the rest.
+    """Return the arguments of `launch` that these options give.
 
     Raises:
-        UsageError: options of several hosts in another mode, or an engine that does not exist.
+        UsageError: an option for several hosts in another mode, or an unknown engine.
     """
     given = {
         "engine": arguments.engine,
@@ -79,7 +79,7 @@ def launch_options(arguments: argparse.Namespace) -> dict[str, Any]:
         _check_elastic(arguments)
     if options and arguments.mode != "multi_host":
         flag = f"--{next(iter(options)).replace('_', '-')}"
-        raise UsageError(f"{flag} is for several hosts: add --mode=multi_host")
+        raise UsageError(f"{flag} needs several hosts: add --mode=multi_host")
     if arguments.engine:
         try:
             engine_class(arguments.engine)
@@ -89,10 +89,10 @@ def launch_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def plan_lines(program: Program, arguments: argparse.Namespace) -> list[str]:
-    """Which node would run where, for people.
+    """Return lines that say which node would run where.
 
     Raises:
-        LaunchError, ValueError: the hosts do not join, or do not have what the program wants.
+        LaunchError, ValueError: the hosts do not join, or lack resources that the program needs.
     """
     options = launch_options(arguments)
     with tempfile.TemporaryDirectory(prefix="lp_pipe-plan-") as folder:
@@ -100,10 +100,10 @@ def plan_lines(program: Program, arguments: argparse.Namespace) -> list[str]:
 
 
 def count(arguments: argparse.Namespace) -> int:
-    """On how many hosts the program will run.
+    """Return the number of hosts on which the program will run.
 
     Raises:
-        UsageError: the engine cannot read its hosts or options.
+        UsageError: the engine refuses its hosts or options.
     """
     if arguments.mode != "multi_host":
         return 1
@@ -115,15 +115,15 @@ def count(arguments: argparse.Namespace) -> int:
 
 
 def at_most(arguments: argparse.Namespace) -> int:
-    """Of how many hosts --elastic speaks."""
+    """Return the maximum number of hosts that --elastic gives."""
     return HostCount.parse(arguments.elastic).most
 
 
 def _check_elastic(arguments: argparse.Namespace) -> None:
     if arguments.mode != "multi_host":
-        raise UsageError("--elastic is for several hosts: add --mode=multi_host")
+        raise UsageError("--elastic needs several hosts: add --mode=multi_host")
     if arguments.plan is not None or arguments.dry_run:
-        raise UsageError(f"--elastic and {'--plan' if arguments.plan else '--dry-run'} do not go together")
+        raise UsageError(f"--elastic cannot be combined with {'--plan' if arguments.plan else '--dry-run'}")
     try:
         HostCount.parse(arguments.elastic)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`lp_pipe launch`: start a program, show what it does, and end as it ends."""
+"""`lp_pipe launch`: start a program, show its output and metrics, and return its exit status."""
 
 import argparse
 import contextlib
@@ -46,17 +46,17 @@ examples:
   lp_pipe launch examples/char_gpt.py --mode=thread -- --stages=3 --steps=100
   lp_pipe launch examples/char_gpt.py --mode=multi_host --engine=ssh --hosts=h1,h2:gpus=4
   lp_pipe launch examples/char_gpt.py --mode=multi_host --engine=slurm --hosts=4 --time=1:00:00
-  lp_pipe launch examples/char_gpt.py --mode=multi_host --dry-run     which node where
+  lp_pipe launch examples/char_gpt.py --mode=multi_host --dry-run     show where each node would run
   lp_pipe launch my_train.py --mode=multi_host --engine=ssh --hosts=h1,h2,h3 --elastic=2:3
-  lp_pipe launch examples/char_gpt.py -- --help          the program's own flags
+  lp_pipe launch examples/char_gpt.py -- --help          list the program's own flags
   lp_pipe launch examples/char_gpt.py --plan=plan.toml   with the stages that lp_pipe partition has planned
-  lp_pipe launch --resume=runs/…                         go on from the newest checkpoint of a run that has ended
-  lp_pipe launch --nproc=2 ddp.py -- --epochs=3          a script for torchrun, as two ranks
+  lp_pipe launch --resume=runs/…                         continue an ended run from its newest checkpoint
+  lp_pipe launch --nproc=2 ddp.py -- --epochs=3          run a script for torchrun as two ranks
   lp_pipe launch my_package.train:make_program --json | jq 'select(.event == "metrics")'
 
-Ctrl+C once stops the nodes in order, twice kills them; SIGTERM, too. A terminal that is closed (SIGHUP) stops them in
-order: `nohup lp_pipe launch … &` goes on without it. Exit status: 0 done, 1 a node failed, 2 wrong usage, 3 could not
-launch (the target's own code raised, too), 130 Ctrl+C, 143 SIGTERM, 129 SIGHUP.
+Ctrl+C or SIGTERM stops the nodes in order; a second one kills them. Closing the terminal (SIGHUP) also stops them in
+order; `nohup lp_pipe launch … &` keeps running. Exit status: 0 done, 1 a node failed, 2 wrong usage, 3 could not launch
+(also if the target's own code raised), 130 Ctrl+C, 143 SIGTERM, 129 SIGHUP.
 """
 
 
@@ -65,7 +65,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "launch",
         help="start a program and watch it until it ends",
-        description="Start every node of a program, show what they print and log, and end as they end.",
+        description="Start every node of a program, show what the nodes print and log, and wait for their end.",
         epilog=_EXAMPLES,
         usage="lp_pipe launch TARGET [options] [-- program flags]",
         allow_abbrev=False,
@@ -74,7 +74,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "target",
         metavar="TARGET",
         nargs="?",
-        help="path/file.py[:name] or package.module[:name]; with --resume: default as before",
+        help="path/file.py[:name] or package.module[:name]; with --resume not needed",
     )
     parser.add_argument("--mode", type=_mode, default="process", help=f"{', '.join(MODES)} (default: process)")
     parser.add_argument(
@@ -83,8 +83,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--resume",
         metavar="RUN",
-        help="go on in the folder of a run that has ended, from its newest checkpoint (lp_pipe.checkpoint); without "
-        "TARGET with the target and flags that it had",
+        help="continue an ended run in its folder, from its newest checkpoint (lp_pipe.checkpoint); without TARGET "
+        "with the run's own target and flags",
     )
     parser.add_argument(
         "--grace", type=_grace, default=5.0, metavar="S", help="seconds from the stop to SIGTERM (default: 5)"
@@ -94,20 +94,20 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         type=_hang_limit,
         default=60.0,
         metavar="S",
-        help="report waits of nodes for each other from so many seconds on, or 'never' (default: 60)",
+        help="report nodes that wait for each other for longer than S seconds, or 'never' (default: 60)",
     )
     parser.add_argument("--setup", metavar="MODULE:FUNCTION", help="a function that runs first in every node")
     parser.add_argument(
         "--log-level",
         type=str.upper,
         choices=["DEBUG", "INFO", "WARNING", "ERROR"],
-        help="of the root logger and of absl, here and in the nodes (default: as the target sets it)",
+        help="level of the root logger and of absl, here and in the nodes (default: what the target sets)",
     )
     parser.add_argument(
         "--nproc",
         type=_nproc,
         metavar="N",
-        help="TARGET is a script for torchrun: run it as N ranks on each host, with the environment that torchrun sets",
+        help="run TARGET, a script for torchrun, as N ranks on each host, with the environment that torchrun sets",
     )
     add_plan_options(parser)
     host_options.add_arguments(parser)
@@ -117,7 +117,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
-    """Launch the target, here or as a job, and wait for its end; returns the exit status.
+    """Launch the target, here or as a job, and wait for its end; return the exit status.
 
     Raises:
         UsageError, NotLaunched: nothing was started.
@@ -125,7 +125,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     record = None
     if arguments.resume is not None:
         if arguments.run_dir is not None:
-            raise UsageError("--resume goes on in that run's own folder: leave --run-dir out")
+            raise UsageError("--resume uses the run's own folder: leave --run-dir out")
         record, arguments, program_flags = resumed(arguments, program_flags)
     if arguments.target is None:
         raise UsageError("TARGET is needed: the file or module of a program; see `lp_pipe launch --help`")
@@ -147,7 +147,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         with _make_display(arguments.json) as display:
             display.starting(Start(view, arguments.mode, run_dir))
             if record is not None and not checkpoints_in(record.folder.checkpoints):
-                display.note(f"no checkpoint: begins at step 0 ({record.folder.checkpoints} has none)")
+                display.note(f"starting at step 0: there is no checkpoint in {record.folder.checkpoints}")
             with display.output() as output, _none_left_behind():
                 with _explained(arguments.target, ours):
                     options |= {"grace": arguments.grace, "hang_after": arguments.hang_after, "listed": True}
@@ -159,19 +159,19 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                     else:
                         run = launch_elastic(make, arguments.elastic, **options)
                 result = _wait(run, display, view, output)
-            with _whoever_listens():
+            with _ignore_lost_output():
                 display.ended(result, run.status())
             return result.exit_status
 
 
 def _load(arguments: argparse.Namespace, flags: Sequence[str]) -> tuple[Callable[[int], Program] | None, Program]:
-    """The program, and, where it is elastic, the function that makes it for a number of hosts."""
+    """Return the program and, if it is elastic, the function that makes it for a number of hosts."""
     if arguments.nproc is None:
         make = load_maker(arguments.target, flags) if arguments.elastic else None
         return make, load_planned(arguments, flags) if make is None else make(host_options.at_most(arguments))
     if arguments.mode == "thread" or arguments.plan is not None:
         other = "--plan" if arguments.plan is not None else "--mode=thread"
-        raise UsageError(f"--nproc and {other} do not go together: each rank of a script is a process, without a plan")
+        raise UsageError(f"--nproc cannot be combined with {other}: each rank is a process, and a script has no plan")
     ranks = load_ranks(arguments.target, flags, arguments.nproc)
     return (
         (ranks, ranks(host_options.at_most(arguments)))
@@ -181,11 +181,11 @@ def _load(arguments: argparse.Namespace, flags: Sequence[str]) -> tuple[Callable
 
 
 def _draw(view: GraphView, path: Path, display: Display) -> None:
-    """For who looks at the run later: no reason to end it."""
+    """Write the graph's picture into the run's folder; an error is only noted, because the run does not need it."""
     try:
         path.write_text(to_svg(view), encoding="utf-8")
     except OSError as error:
-        display.note(f"{path} cannot be written ({error.strerror}): the run goes on without it")
+        display.note(f"cannot write {path} ({error.strerror}): the run continues without it")
         with contextlib.suppress(OSError):
             path.unlink()
 
@@ -204,14 +204,14 @@ def _run_dir(arguments: argparse.Namespace, name: str, record: RunRecord | None)
     if record is None:
         return arguments.run_dir or new_run_dir(FOLDER, name)
     if record.program != name:
-        raise UsageError(f"run {record.name} was of the program {record.program!r}, and this one is {name!r}")
-    kill_all(left_of(record))  # of a launcher that was killed a moment ago: two runs must not write in one folder
+        raise UsageError(f"run {record.name} was of the program {record.program!r}, but TARGET makes {name!r}")
+    kill_all(left_of(record))  # if its launcher was just killed: two runs must not write to one folder
     return Path(record.run_dir)
 
 
 @contextlib.contextmanager
 def _explained(target: str, new_folder: Path | None) -> Iterator[None]:
-    """What a launch may raise becomes the command's own error; a folder made for it goes, if no run was in it."""
+    """Turn errors of a launch into NotLaunched, and remove the new folder of a run that did not start."""
     try:
         yield
     except (LpPipeError, ValueError, TypeError, OSError) as error:
@@ -222,7 +222,10 @@ def _explained(target: str, new_folder: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _none_left_behind() -> Iterator[None]:
-    """A signal between the end of `launch` and `_wait`: at the process's end nodes could no longer print, and fail."""
+    """Stop the run if a signal comes between `launch` and `_wait`.
+
+    Otherwise it would be stopped at the process's end, when nodes fail because they can no longer print.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -234,7 +237,7 @@ def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Outp
     began = time.monotonic()
     debuggers = LocalDebuggers(run.run_dir, display.suspended)
     try:
-        _draw(view, RunFolder(run.run_dir).picture, display)  # in here: the nodes run by now
+        _draw(view, RunFolder(run.run_dir).picture, display)  # inside the try block, because the nodes run now
         display.started()
         while not run.is_over:
             display.status(run.status())
@@ -245,14 +248,14 @@ def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Outp
     except KeyboardInterrupt as interrupt:
         began = time.monotonic()
         again = "a second SIGTERM kills" if isinstance(interrupt, Terminated) else "Ctrl+C again to kill"
-        with contextlib.suppress(KeyboardInterrupt):  # a second one, before stop() keeps it out
+        with contextlib.suppress(KeyboardInterrupt):  # a second signal, before stop() handles signals itself
             display.note(f"stopping ({again}) …")
             run.stop()
         run.stop()
         return ending.interrupted(run, interrupt, time.monotonic() - began, _failure_of(run))
     except NodeError as error:
         return ending.failed(error)
-    except (LpPipeError, ValueError) as error:  # an elastic run has not found what it needs to go on
+    except (LpPipeError, ValueError) as error:  # an elastic run lacks hosts or resources to continue
         raise NotLaunched(str(error)) from error
     finally:
         run.stop()
@@ -261,19 +264,19 @@ def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Outp
 
 
 def _failure_of(run: Run | ElasticRun) -> NodeError | None:
-    """Of one that is over: how it has failed, if it had before the stop."""
+    """Return the failure of a run that is over, if it failed before it was stopped."""
     try:
         run.wait()
     except NodeError as error:
         return error
-    except (LpPipeError, ValueError):  # an elastic run that has just not found what it needs to go on
+    except (LpPipeError, ValueError):  # an elastic run that lacks hosts or resources to continue
         return None
     return None
 
 
 @contextlib.contextmanager
-def _whoever_listens() -> Iterator[None]:
-    """`| head`, a closed terminal, a full disk: nobody hears how the run has ended, but the exit status says it."""
+def _ignore_lost_output() -> Iterator[None]:
+    """Ignore that the end cannot be printed (`| head`, a closed terminal, a full disk): the exit status tells it."""
     try:
         yield
     except OSError:
@@ -289,7 +292,7 @@ def _make_display(is_json: bool) -> Display:
 
 @contextlib.contextmanager
 def _sigterm_like_ctrl_c() -> Iterator[None]:
-    """Also before and after the run, which handles both signals itself, SIGTERM unwinds the stack."""
+    """Let SIGTERM raise, as Ctrl+C does, also before and after the run; during the run it handles both itself."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -312,20 +315,20 @@ def _mode(text: str) -> str:
 
 def _folder(text: str) -> Path:
     if not text:  # --run-dir=$UNSET
-        raise UsageError("--run-dir= names no folder: `--run-dir=.` is this one")
+        raise UsageError("--run-dir is empty: for the current folder write --run-dir=.")
     return Path(text)
 
 
 def _nproc(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise UsageError(f"--nproc={text}: a number of ranks for each host is needed, such as --nproc=2")
+        raise UsageError(f"--nproc={text}: give a number of ranks per host, such as --nproc=2")
     return int(text)
 
 
 def _grace(text: str) -> float:
     seconds = _seconds(text)
     if seconds is None:
-        raise UsageError(f"--grace={text}: a number of seconds is needed, such as --grace=5")
+        raise UsageError(f"--grace={text}: give a number of seconds, such as --grace=5")
     return seconds
 
 
@@ -334,9 +337,7 @@ def _hang_limit(text: str) -> float | None:
         return None
     seconds = _seconds(text)
     if not seconds:
-        raise UsageError(
-            f"--hang-after={text}: a number of seconds above 0 is needed, such as --hang-after=60, or never"
-        )
+        raise UsageError(f"--hang-after={text}: give a number of seconds above 0, such as --hang-after=60, or never")
     return seconds
 
 

@@ -24,7 +24,7 @@ from lp_pipe.telemetry.terminal_lines import Unfinished
 
 MAX_ROWS_PER_GROUP = 8
 _MAX_UNFINISHED, _ROWS_OF_A_NODE = 8, 4
-_ECHO_COLUMNS = 5  # right of the panel: an echoed ^C would go into a row of its own, which nothing removes
+_ECHO_COLUMNS = 5  # free columns right of the panel, for an echoed ^C: in a row of its own it would stay on the screen
 _BORDER_COLUMNS = 4
 _REFRESHES_PER_S = 5
 _COLORS = {
@@ -38,17 +38,17 @@ _COLORS = {
 
 
 class LiveDisplay(Display):
-    """Redrawn in place at the bottom of the terminal; what nodes print goes above it."""
+    """A display that is redrawn in place at the bottom of the terminal; the nodes' output scrolls above it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._lending = threading.Lock()
+        self._suspending = threading.Lock()
         self._progress: dict[str, _Progress] = {}
         self._status: Status = {}
         self._unfinished: dict[tuple[str | None, str], list[str]] = {}  # by node and stream: progress bars, prompts
         self._title = ""
         self._began = time.monotonic()
-        self._console = Console(file=sys.stdout)  # the terminal itself: sys.stdout is replaced while the display is up
+        self._console = Console(file=sys.stdout)  # the terminal itself: the display replaces sys.stdout
         self._streams = sys.stdout, sys.stderr
         self._live = self._made(is_redirecting=True)
 
@@ -67,7 +67,7 @@ class LiveDisplay(Display):
         before = sys.stdin
         with labelled(self._unfinish) as output:
             if before is not None and before.isatty():
-                sys.stdin = _LentStdin(before, output, self.suspended)
+                sys.stdin = _TerminalStdin(before, output, self.suspended)
             try:
                 yield output
             finally:
@@ -85,8 +85,8 @@ class LiveDisplay(Display):
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[TextIO]:
-        with self._lending:
-            streams = sys.stdout, sys.stderr  # which the display would take away with it
+        with self._suspending:
+            streams = sys.stdout, sys.stderr  # stopping the display would replace them
             self._live.transient = True
             self._live.stop()
             sys.stdout, sys.stderr = streams
@@ -97,7 +97,7 @@ class LiveDisplay(Display):
                 self._live.start()
 
     def close(self) -> None:
-        self._live.transient = not self._status  # a launch that failed leaves no empty table behind
+        self._live.transient = not self._status  # remove the empty table of a launch that failed
         with contextlib.suppress(OSError):  # the terminal was closed
             self._live.stop()
         sys.stdout, sys.stderr = self._streams
@@ -127,8 +127,8 @@ class LiveDisplay(Display):
         )
 
 
-class _LentStdin(io.TextIOBase):
-    """The terminal's lines for nodes that are threads: breakpoint() and input() have it while they wait for one."""
+class _TerminalStdin(io.TextIOBase):
+    """The stdin of nodes that are threads: breakpoint() and input() suspend the display while they wait for a line."""
 
     def __init__(
         self, terminal: TextIO, output: Output, suspended: Callable[[], AbstractContextManager[TextIO]]
@@ -155,7 +155,7 @@ class _LentStdin(io.TextIOBase):
 
 
 class _Progress:
-    """What a node has logged: the newest value of every name."""
+    """The newest value of each metric of a node, and its progress towards `total_steps`."""
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
@@ -172,7 +172,7 @@ class _Progress:
             self._first = self._first or (record.time, record.step)
 
     def remaining_s(self) -> float | None:
-        """At the mean speed since the first record."""
+        """Return the seconds left, at the mean speed since the first record."""
         if self._first is None or self.step is None or self.step <= self._first[1]:
             return None
         seconds_per_step = (self._last - self._first[0]) / (self.step - self._first[1])
@@ -216,7 +216,7 @@ def _values(progress: _Progress | None) -> Text:
         return Text()
     step = [] if progress.step is None else [("step", float(progress.step))]
     text = Text()
-    for name, value in [*step, *progress.values.items()]:  # a metric may be called "step", too
+    for name, value in [*step, *progress.values.items()]:  # a metric may also be called "step"
         text.append(f"{name}\N{NO-BREAK SPACE}", style="dim").append(number(value), style="bold").append("  ")
     return text
 
@@ -238,7 +238,7 @@ def _bar(node: str, progress: _Progress) -> Table:
 
 
 def _unfinished_rows(unfinished: list[tuple[tuple[str | None, str], list[str]]], columns: int) -> list[Text]:
-    """Return a row for each line that has no end yet."""
+    """Return a row for each unfinished line."""
     rows = []
     for (node, _), lines in unfinished[:_MAX_UNFINISHED]:
         label = "" if node is None else f"[{node}] "

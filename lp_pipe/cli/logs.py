@@ -1,4 +1,4 @@
-"""`lp_pipe logs`: what the nodes of a run have printed, of one that has ended too."""
+"""`lp_pipe logs`: print what the nodes of a live or ended run have printed."""
 
 import argparse
 import contextlib
@@ -17,9 +17,9 @@ from lp_pipe.telemetry.run_folder import RunFolder
 
 
 class LogFile:
-    """One node's file; `new_lines` gives each line once.
+    """A node's log file; `new_lines` returns each line once.
 
-    node: its node_id, "label/index"; of a process inside a colocation "label/index.place".
+    node: its node_id, "label/index"; for a process inside a colocation "label/index.place".
     """
 
     def __init__(self, path: Path, node: str) -> None:
@@ -31,15 +31,15 @@ class LogFile:
 
     @property
     def order(self) -> tuple[str, list[int]]:
-        """stage/2 before stage/10."""
+        """The sort key, with stage/2 before stage/10."""
         return self.label, [int(part) for part in self._index.split(".") if part.isdecimal()]
 
     def is_of(self, node: str) -> bool:
-        """Whether `node` is its node, the colocation around it, or its group."""
+        """Return whether `node` is this node, the colocation around it, or its group."""
         return node in (self.node, self.label) or self.node.startswith(f"{node}.")
 
     def new_lines(self, with_unfinished: bool = False) -> list[str]:
-        """What has come since the last call, whole lines only; `with_unfinished`: no more will come."""
+        """Return the lines since the last call; `with_unfinished`: also the last one without its end."""
         with os.fdopen(_open_plain(self.path), "rb") as file:
             file.seek(self._place)
             data = file.read()
@@ -55,20 +55,20 @@ def log_files(folder: RunFolder) -> list[LogFile]:
     return sorted((LogFile(path, node) for node, path in folder.node_logs().items()), key=lambda file: file.order)
 
 
-# All control characters but tabs; colors are let through.
+# All control characters except tabs. Colors, the first alternative, are kept.
 _CONTROL = re.compile(r"(\x1b\[[0-9;]*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def without_control(line: str) -> str:
-    """Return the line as it may be shown on a terminal: what a node printed must not move the cursor or rename it."""
+    """Return the line without control characters: a node's output must not move the cursor or set a window's title."""
     return _CONTROL.sub(lambda found: found[1] or f"\\x{ord(found[0]):02x}", line)
 
 
 def _open_plain(path: Path) -> int:
-    """Open a file of a run's logs, following no link: the folder may be another user's, who would have any file shown.
+    """Open a log file without following links: another user's folder could link to any file of this user.
 
     Raises:
-        UsageError: it, or the folder that it is in, is a link or no plain file.
+        UsageError: the file or its folder is a link, or the file is no regular file.
     """
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -76,10 +76,10 @@ def _open_plain(path: Path) -> int:
             stack.callback(os.close, folder)
             file = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read as a log: {error.strerror} (links are not followed)") from error
+        raise UsageError(f"cannot read the log {path}: {error.strerror} (links are not followed)") from error
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise UsageError(f"{path} cannot be read as a log: it is no plain file")
+        raise UsageError(f"cannot read the log {path}: it is no regular file")
     return file
 
 
@@ -87,10 +87,10 @@ _LOOK_EVERY_S = 0.2
 _FIRST_LINES_WHEN_FOLLOWING = 10
 _EXAMPLES = """\
 examples:
-  lp_pipe logs                        everything that the nodes of the only live run have printed
-  lp_pipe logs -f                     the last lines, and then new ones until the run ends
-  lp_pipe logs runs/demo-… trainer    one node, or one group, of any run
-  lp_pipe logs trainer                of the only live run
+  lp_pipe logs                        all that the nodes of the only live run have printed
+  lp_pipe logs -f                     the last lines, then new ones until the run ends
+  lp_pipe logs runs/demo-… trainer    one node or group of any run
+  lp_pipe logs trainer                one node or group of the only live run
   lp_pipe logs -n 5 runs/demo-…       the last five lines of each node
 """
 
@@ -100,18 +100,18 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "logs",
         help="print what the nodes of a run have printed",
-        description="Print what the nodes of a run have printed, node after node; with -f as it comes. Each line has "
-        "its node's label, unless NODE names one node (label/index).",
+        description="Print what the nodes of a run have printed, node after node, and with -f new lines as they come. "
+        "Each line has its node's label, unless NODE names a single node (label/index).",
         epilog=_EXAMPLES,
         usage="lp_pipe logs [RUN] [NODE] [-f] [-n N]",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "target", metavar="RUN", nargs="?", help="a run's folder, or its name (its beginning, if it is live)"
+        "target", metavar="RUN", nargs="?", help="a run's folder or name; of a live run the beginning of the name"
     )
     parser.add_argument("node", metavar="NODE", nargs="?", help="label/index, or a label for its whole group")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with new lines until the run ends")
-    parser.add_argument("-n", "--lines", type=_count, metavar="N", help="of each node only the last N lines")
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
+    parser.add_argument("-n", "--lines", type=_count, metavar="N", help="only the last N lines of each node")
     parser.set_defaults(run=run_command)
 
 
@@ -119,7 +119,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     """Print the logs.
 
     Raises:
-        UsageError: there is no such run or node, or nodes of this run have no log files.
+        UsageError: there is no such run or node, or this run has no log files.
     """
     record, node = _run_and_node(arguments.target, arguments.node)
     logs = _Logs(record.folder, node)
@@ -137,7 +137,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 
 
 def _run_and_node(target: str | None, node: str | None) -> tuple[RunRecord, str | None]:
-    """Return what is asked for; one word that is no run may also be a node of the only live run."""
+    """Return the run and the node; a single word that is no run may be a node of the only live run."""
     try:
         return find_run(target), node
     except UsageError:
@@ -151,7 +151,7 @@ def _has_node(record: RunRecord, name: str) -> bool:
     if any(file.is_of(name) for file in log_files(record.folder)):
         return True
     try:
-        with asking(record) as control:  # it may have printed nothing yet
+        with asking(record) as control:  # a node that has printed nothing has no log file
             status = control.status()
     except NotAnswered:
         return False
@@ -161,7 +161,7 @@ def _has_node(record: RunRecord, name: str) -> bool:
 
 
 class _Logs:
-    """The chosen nodes of one run; nodes whose first line comes later are found then."""
+    """The log files of the chosen nodes of a run, including nodes that print their first line later."""
 
     def __init__(self, folder: RunFolder, node: str | None) -> None:
         self.folder = folder
@@ -175,7 +175,7 @@ class _Logs:
         return list(self._files.values())
 
     def print_new(self, last: int | None = None, with_unfinished: bool = False) -> None:
-        """What has come since the last call; of the first call's only the `last` lines of each node."""
+        """Print the lines since the last call; last: at most so many of each node."""
         shown = without_control if sys.stdout.isatty() else str
         for file in self.choose():
             label = "" if file.node == self._node else f"[{file.node}] "
@@ -193,14 +193,14 @@ def _is_on(record: RunRecord) -> bool:
 
 def _nothing(record: RunRecord, logs: _Logs, node: str | None) -> str:
     if record.mode == "thread":
-        return f"run {record.name} is in thread mode, where nodes print to the launcher's own output: no log files"
+        return f"run {record.name} has no log files: in thread mode nodes print to the launcher's own output"
     known = [file.node for file in log_files(logs.folder)]
     if node is None or not known:
-        return f"no node of run {record.name} has printed anything{' yet; -f waits for it' if _is_on(record) else ''}"
+        return f"no node of run {record.name} has printed anything{' yet: use -f to wait' if _is_on(record) else ''}"
     return f"node {node!r} of run {record.name} has printed nothing{nearest(node, known)} (nodes: {', '.join(known)})"
 
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise UsageError(f"-n {text}: a number of lines is needed, such as -n 20")
+        raise UsageError(f"-n {text}: give a number of lines, such as -n 20")
     return int(text)

@@ -1,4 +1,4 @@
-"""The command `lp_pipe`: reads the command line, runs one command, returns the exit status."""
+"""The command `lp_pipe`: read the command line, run one command, return the exit status."""
 
 import argparse
 import errno
@@ -15,30 +15,30 @@ from lp_pipe.cli import streams
 from lp_pipe.cli.errors import DONE, INTERRUPTED, NOT_LAUNCHED, CommandError, UsageError, nearest, status_of
 from lp_pipe.private_python import options_of
 
-# A module of this folder each, imported when it is asked for: some take longer than what they do.
+# Each is a module of this folder, which is imported only when its command runs: some imports are slow.
 COMMANDS = (
     *("launch", "graph", "schedule", "profile", "partition", "checkpoint"),
     *("status", "logs", "stacks", "stop", "attach", "ps", "runs", "clean", "doctor", "agent"),
 )
 _WITH_PROGRAM_FLAGS = ("launch", "graph", "profile")
-_LIKE_AN_OPTION = 0.75  # --mdoe is like --mode, but a program's own --stages is not like --hosts
+_LIKE_AN_OPTION = 0.75  # --mdoe is similar to --mode, but a program's own --stages is not similar to --hosts
 _EXAMPLES = """\
 examples:
   lp_pipe launch examples/char_gpt.py                    start a program, one process a node
-  lp_pipe launch examples/char_gpt.py -- --stages=3      with flags of its own
+  lp_pipe launch examples/char_gpt.py -- --stages=3      pass flags to the program
   lp_pipe graph examples/char_gpt.py -o graph.svg        draw its graph
   lp_pipe schedule 1f1b --stages=4 --microbatches=8      draw a pipeline's schedule
   lp_pipe partition profile.json topology.toml           decide where to cut a model
-  lp_pipe status                                         how it is, from another terminal
+  lp_pipe status                                         show its nodes, from another terminal
 
-`lp_pipe COMMAND --help` says more.
+`lp_pipe COMMAND --help` explains a command.
 """
 _READER_GONE = INTERRUPTED + signal.SIGPIPE
 _CANNOT_PRINT = (errno.ENOSPC, errno.EIO)  # a full disk; a terminal that was closed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's); returns the exit status."""
+    """Run the command line `argv` (default: this process's) and return the exit status."""
     streams.prepare()
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in _CANNOT_PRINT or error.filename is not None:
             raise
-        streams.say(f"lp_pipe: cannot print: {error.strerror}")
+        streams.say(f"lp_pipe: cannot write to stdout: {error.strerror}")
         return NOT_LAUNCHED
     finally:
         streams.drop_unwritten()
@@ -66,13 +66,13 @@ def _run(given: list[str]) -> int:
     arguments = _parse(own, program_flags)
     arguments.given = given
     status: int = arguments.run(arguments, program_flags)
-    if status == DONE:  # else it says more than that nobody reads
+    if status == DONE:  # another status matters more than an error of this flush
         sys.stdout.flush()
     return status
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Our own arguments, and what comes after the first `--`: the program's."""
+    """Return the command's own arguments, and the program's flags, which follow the first `--`."""
     if "--" not in argv:
         return argv, []
     place = argv.index("--")
@@ -88,17 +88,17 @@ def _parse(own: list[str], program_flags: list[str]) -> argparse.Namespace:
     if unknown:
         raise UsageError(_unknown(command, unknown, options))
     if program_flags and command not in _WITH_PROGRAM_FLAGS:
-        raise UsageError(f"`lp_pipe {command}` takes no flags of a program: leave out -- {' '.join(program_flags)}")
+        raise UsageError(f"`lp_pipe {command}` takes no program flags: leave out -- {' '.join(program_flags)}")
     return arguments
 
 
 def _unknown(command: str | None, unknown: Sequence[str], options: Sequence[str]) -> str:
-    """What is said of arguments that the command does not have."""
+    """Return the message about arguments that the command does not have."""
     flags = " ".join(unknown)
     if command is None:
-        return f"{unknown[0]} stands before the command: options come behind it, as in lp_pipe launch TARGET --json"
+        return f"{unknown[0]} is before the command: put options after it, as in lp_pipe launch TARGET --json"
     if unknown[0] == "-m" and command in _WITH_PROGRAM_FLAGS:
-        return f"a module is given by its name alone: lp_pipe {command} package.module"
+        return f"give a module by its name alone, without -m: lp_pipe {command} package.module"
     meant = nearest(unknown[0].partition("=")[0], options, _LIKE_AN_OPTION)
     if command in _WITH_PROGRAM_FLAGS:
         hint = f"flags of the program itself come after `--`: -- {flags}"
@@ -108,7 +108,7 @@ def _unknown(command: str | None, unknown: Sequence[str], options: Sequence[str]
 
 
 class _Help(argparse.HelpFormatter):
-    """Keeps the lines of examples as they are, and options (--dry-run) in one piece."""
+    """A formatter that keeps the lines of examples, and does not break options such as --dry-run."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if "\n  " in text else super()._fill_text(text, width, indent)
@@ -118,7 +118,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """Reports wrong usage as one line, without the synopsis."""
+    """A parser that reports wrong usage as one line, without the synopsis."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, formatter_class=_Help)
@@ -128,7 +128,7 @@ class _CommandParser(argparse.ArgumentParser):
 
 
 def _parser(described: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """For these commands; and the names of all their options."""
+    """Return a parser for these commands, and the names of all their options."""
     parser = _CommandParser(
         prog="lp_pipe",
         description="Launch program graphs: nodes in threads, in processes, connected by calls.",

@@ -1,4 +1,4 @@
-"""The output of a run while it is on: lines and unfinished lines, with the node that each comes from."""
+"""The output of a live run: lines and unfinished lines, each with the node that prints it."""
 
 import io
 import sys
@@ -11,16 +11,16 @@ from lp_pipe.context import current_context
 from lp_pipe.telemetry.console import Console
 from lp_pipe.telemetry.terminal_lines import TerminalLines, Unfinished
 
-# Stream ("stdout" or "stderr"), node or None, line without its end.
+# Called with the stream ("stdout" or "stderr"), the node or None, and a line without its newline.
 OnLine = Callable[[str, str | None, str], None]
-# The same, with what has no end yet.
+# The same with an unfinished line.
 OnUnfinished = Callable[[str, str | None, Unfinished], None]
 
 
 class LineStream(io.TextIOBase):
-    """A text stream that passes on whole lines, as a NodeOutputStream also those of nodes that are processes.
+    """A text stream that passes on whole lines; as a NodeOutputStream it also takes those of node processes.
 
-    Every thread has its own unfinished line: nodes may be threads. These are passed on by `look`.
+    Every thread has its own unfinished line, because nodes may be threads. `look` passes these on.
     """
 
     def __init__(self, name: str, on_line: OnLine, on_unfinished: OnUnfinished) -> None:
@@ -50,7 +50,7 @@ class LineStream(io.TextIOBase):
         self._on_unfinished(self._name, node_id, unfinished)
 
     def look(self) -> None:
-        """Pass on what threads have not finished, if it has changed; called several times a second."""
+        """Pass on the threads' unfinished lines, if they have changed; called several times a second."""
         with self._lock:
             found = [(node, lines.look(time.monotonic())) for (node, _), lines in self._lines.items()]
         for node, (finished, unfinished) in found:
@@ -59,7 +59,7 @@ class LineStream(io.TextIOBase):
                 self._on_unfinished(self._name, node, unfinished)
 
     def take_unfinished(self) -> str:
-        """Return what the calling thread has not finished, such as a prompt, and forget it."""
+        """Remove and return the calling thread's unfinished line, such as a prompt."""
         node = current_context()
         with self._lock:
             lines = self._lines.pop((node.name if node is not None else None, threading.get_ident()), None)
@@ -67,7 +67,7 @@ class LineStream(io.TextIOBase):
         return left[-1].decode(errors="replace") if left else ""
 
     def end(self) -> None:
-        """Pass on what threads have left without its end."""
+        """Pass on the threads' unfinished lines as finished."""
         with self._lock:
             left, self._lines = self._lines, {}
         for (node, _), lines in left.items():
@@ -79,7 +79,7 @@ class LineStream(io.TextIOBase):
 
 
 class Output:
-    """The two streams that stand in for sys.stdout and sys.stderr."""
+    """The two streams that replace sys.stdout and sys.stderr."""
 
     def __init__(self, on_line: OnLine, on_unfinished: OnUnfinished) -> None:
         self.stdout = LineStream("stdout", on_line, on_unfinished)
@@ -92,7 +92,7 @@ class Output:
 
 
 def ignore_unfinished(stream: str, node: str | None, unfinished: Unfinished) -> None:
-    """Do nothing: only whole lines are wanted."""
+    """Do nothing; for callers that want only whole lines."""
 
 
 @contextmanager
@@ -111,10 +111,10 @@ def redirected(on_line: OnLine, on_unfinished: OnUnfinished = ignore_unfinished)
 
 @contextmanager
 def labelled(on_unfinished: OnUnfinished | None = None) -> Iterator[Output]:
-    """Put the node's label before each line that a node which is a thread prints, as node processes have it.
+    """Put a node's label before each line that its thread prints, as for nodes that are processes.
 
-    Nor does a node fail because nobody reads any more (`| head`, a closed terminal, a full disk), as they do not.
-    on_unfinished: None for the terminal's last row.
+    As there, a node does not fail if its output cannot be written (`| head`, a closed terminal, a full disk).
+    on_unfinished: None: show unfinished lines in the terminal's last row.
     """
     console = Console(sys.stdout, sys.stderr)
 

@@ -1,4 +1,4 @@
-"""`lp_pipe partition`: from a profile and a topology to a plan: cuts, replicas, and why."""
+"""`lp_pipe partition`: compute a plan (cuts, replicas, and the reasons) from a profile and a topology."""
 
 import argparse
 import json
@@ -39,46 +39,57 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "partition",
         help="decide where to cut a profiled model, and how many replicas each stage gets",
-        description="Find the plan whose slowest stage, or boundary between stages, is as fast as can be.",
+        description="Find the plan whose slowest stage, or boundary between stages, is as fast as possible.",
         epilog=_EXAMPLES,
         usage="lp_pipe partition PROFILE TOPOLOGY [-o plan.toml] [options]",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("profile", metavar="PROFILE", help="profile.json, or a graph.txt of PipeDream's profiler")
+    add("profile", metavar="PROFILE", help="profile.json, or graph.txt from PipeDream's profiler")
     add("topology", metavar="TOPOLOGY", help="topology.toml")
     add("-o", "--output", metavar="FILE", help="write the plan, as TOML, for add_pipeline(stages=pp.Plan.load(FILE))")
     add("--straight", action="store_true", help="no replicas")
-    add("--max-replicas", type=int, metavar="R", help="of a stage; without: as many as there are devices")
-    add("--cost-model", default="pipedream", metavar="NAME", help="pipedream (default), or overlap")
+    add("--max-replicas", type=int, metavar="R", help="most replicas of a stage (default: the number of devices)")
+    add("--cost-model", default="pipedream", metavar="NAME", help="pipedream (default) or overlap")
     add(
         "--schedule",
         default="1f1b",
         metavar="NAME",
-        help="1f1b (default), gpipe, pipedream, pipedream_2bw; or auto: 1f1b or gpipe, the one with the faster step",
+        help="1f1b (default), gpipe, pipedream, pipedream_2bw, or auto: 1f1b or gpipe, whichever step is faster",
     )
-    add("--recompute", default="none", metavar="WHAT", help="none (default), full, or auto: the stages that have to")
+    add(
+        "--recompute",
+        default="none",
+        metavar="WHAT",
+        help="none (default), full, or auto: only the stages whose memory needs it",
+    )
     add(
         "--microbatches",
         type=int,
         metavar="M",
-        help="of a step, which the schedule depends on (default: those of the profiled program, or 8)",
+        help="micro-batches per step (default: those of the profiled program, or 8)",
     )
     add(
         "--action-seconds",
         type=float,
         default=1e-4,
         metavar="S",
-        help="what the engine takes for an action, to warn of stages that are too short (default: 1e-4)",
+        help="overhead of an action, to warn of stages that are too short (default: 1e-4)",
     )
     add(
         "--optimizer-bytes",
         type=float,
         default=2.0,
         metavar="X",
-        help="where the topology limits memory: per byte of parameters, of optimizer state and gradients (default: 2)",
+        help="bytes of gradients and optimizer state per byte of parameters; used if the topology limits memory "
+        "(default: 2)",
     )
-    add("--device-order", default="any", metavar="WHAT", help="where devices have speeds: any (default), or as given")
+    add(
+        "--device-order",
+        default="any",
+        metavar="WHAT",
+        help="order of devices with different speeds: any (default) or given",
+    )
     add("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run_command)
 
@@ -87,7 +98,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     """Print the plan, and write it.
 
     Raises:
-        UsageError: a file is wrong or cannot be read or written, or no plan fits.
+        UsageError: a file is invalid or cannot be read or written, or no plan fits.
     """
     from lp_pipe.pipeline.partitioning import Profile, Topology, partition  # numpy is slow to load
 

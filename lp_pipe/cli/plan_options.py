@@ -1,4 +1,4 @@
-"""`--plan FILE` of the commands that build a target's program: its pipeline gets the plan's stages and replicas."""
+"""The option `--plan FILE`: build a target's program with the stages and replicas of a plan."""
 
 import argparse
 import sys
@@ -11,21 +11,21 @@ from lp_pipe.program import Program
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Describe them."""
-    parser.add_argument("--plan", metavar="FILE", help="a plan.toml, for the program's pipeline in place of its stages")
-    parser.add_argument("--plan-group", metavar="LABEL", help="which pipeline the plan is for, if there are several")
+    """Add --plan and --plan-group."""
+    parser.add_argument("--plan", metavar="FILE", help="a plan.toml that replaces the stages of the program's pipeline")
+    parser.add_argument("--plan-group", metavar="LABEL", help="the pipeline that the plan is for, if there are several")
 
 
 def load_planned(arguments: argparse.Namespace, program_flags: Sequence[str]) -> Program:
-    """The target's program, built with the plan where one is given.
+    """Return the target's program, built with the plan if one is given.
 
     Raises:
-        UsageError: there is no such target or plan, or the plan is not for this program.
+        UsageError: there is no such target or plan, or the plan does not fit this program.
         NotLaunched: the target's own code raised.
     """
     if arguments.plan is None:
         if arguments.plan_group is not None:
-            raise UsageError(f"--plan-group={arguments.plan_group}: there is no --plan=FILE to go with it")
+            raise UsageError(f"--plan-group={arguments.plan_group} needs --plan=FILE")
         return load_program(arguments.target, program_flags)
     from lp_pipe.pipeline.partitioning.plan import Plan  # numpy is slow to load
     from lp_pipe.pipeline.plan_in_place import plan_in_place

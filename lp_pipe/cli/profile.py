@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 examples:
   lp_pipe profile examples/char_gpt.py -o profile.json
-  lp_pipe profile examples/char_gpt.py -o profile.json -- --layers=12      with flags of its own
-  lp_pipe profile examples/char_gpt.py -o profile.json --busy=2              as two stages that share caches and memory
-  lp_pipe profile --links --engine=ssh --hosts=h1,h2 -o topology.toml      the links between hosts instead
-  lp_pipe partition profile.json topology.toml -o plan.toml                 what it is for
+  lp_pipe profile examples/char_gpt.py -o profile.json -- --layers=12      pass flags to the program
+  lp_pipe profile examples/char_gpt.py -o profile.json --busy=2            two at once, which share caches and memory
+  lp_pipe profile --links --engine=ssh --hosts=h1,h2 -o topology.toml      measure the links between hosts instead
+  lp_pipe partition profile.json topology.toml -o plan.toml                use both results
 """
 
 
@@ -29,7 +29,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     """Describe the command and its options."""
     parser = commands.add_parser(
         "profile",
-        help="measure what the layers of a program's pipeline take",
+        help="measure the time and memory of a pipeline's layers",
         description="Train copies of a pipeline's layers for some seconds in this process, on the first micro-batch of "
         "its feeder; the program itself is not launched.",
         epilog=_EXAMPLES,
@@ -45,26 +45,26 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="write the profile, as JSON (FILE.txt: as PipeDream's graph.txt); with --links the topology, as TOML",
     )
     add("--links", action="store_true", help="measure the links within and between --hosts, by calls between nodes")
-    add("--devices-per-host", type=int, default=1, metavar="N", help="with --links: for the topology (default: 1)")
-    add("--group", metavar="LABEL", help="of which pipeline, if the program has several")
+    add("--devices-per-host", type=int, default=1, metavar="N", help="--links: devices of each host (default: 1)")
+    add("--group", metavar="LABEL", help="the pipeline to measure, if the program has several")
     add("--device", default="cpu", help="cpu (default), cuda, cuda:1")
     add(
         "--busy",
         type=int,
         default=1,
         metavar="N",
-        help="measure while N - 1 other processes do the same, as N stages of one host do (default: 1)",
+        help="measure while N - 1 other processes do the same, like N stages on one host (default: 1)",
     )
     host_options.add_arguments(parser, needed="--links")
     parser.set_defaults(run=run_command, mode="multi_host")
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
-    """Measure, print and write.
+    """Measure the layers or the links, print the result and write it.
 
     Raises:
-        UsageError: there is no such target or pipeline, it cannot be measured so, or the file cannot be written.
-        NotLaunched: torch is missing, or the target's own code raised, its layers too.
+        UsageError: there is no such target or pipeline, it cannot be measured, or the file cannot be written.
+        NotLaunched: torch is missing, or the target's own code, such as its layers, raised.
     """
     _check_output(arguments.output)
     if arguments.links:
@@ -82,7 +82,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
             (profile.to_pipedream if arguments.output.endswith(".txt") else profile.save)(arguments.output)
     except (PipelineError, PartitionError, SerializationError) as error:
         raise UsageError(str(error)) from error
-    except Exception as error:  # whatever a layer or the loss raises
+    except Exception as error:  # layers and the loss are user code
         raise NotLaunched(own_failure(arguments.target, error)) from error
     print(_as_table(profile))
     if arguments.output:
@@ -94,9 +94,9 @@ def _profile_links(arguments: argparse.Namespace) -> int:
     from lp_pipe.pipeline.measuring.link_profile import measure_links, topology_of
 
     if arguments.target is not None:
-        raise UsageError(f"--links measures the links between hosts, not {arguments.target}: leave one of them out")
+        raise UsageError(f"--links measures no TARGET: leave out --links or {arguments.target}")
     if arguments.devices_per_host < 1:
-        raise UsageError(f"--devices-per-host={arguments.devices_per_host}: a host has at least 1")
+        raise UsageError(f"--devices-per-host must be at least 1, got {arguments.devices_per_host}")
     options = host_options.launch_options(arguments)
     try:
         engine = named_engine(
@@ -116,7 +116,7 @@ def _profile_links(arguments: argparse.Namespace) -> int:
 
 
 def _check_output(file: str | None) -> None:
-    """Before the minutes that a measurement may take."""
+    """Check that the output's folder exists, before a measurement that may take minutes."""
     if file is not None and not (folder := Path(file).absolute().parent).is_dir():
         raise UsageError(f"cannot write {file}: there is no folder {folder}")
 
@@ -138,5 +138,5 @@ def _as_table(profile: "Profile") -> str:
 
 
 def _time(median: float, spread: float | None) -> str:
-    """With the spread: half of the rounds are within so much of each other."""
+    """Return a time in ms, with the spread (the range of half of the rounds) in parentheses."""
     return f"{median * 1000:.3f} ms" + ("" if spread is None else f" ({spread * 1000:.3f})")

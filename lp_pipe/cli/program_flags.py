@@ -1,9 +1,9 @@
-"""The flags of the program itself, which follow `--`: `lp_pipe launch file.py -- --num_actors=4`.
+"""The program's own flags, which follow `--`: `lp_pipe launch file.py -- --num_actors=4`.
 
-They are in sys.argv, and of a function that makes a program each parameter is one. Such a flag has the type of its
-parameter's annotation, else of its default: int, float, str, bool, Path, an Enum (by the names of its members), a
-Literal, None or one of these, or a list, tuple or set of these, separated by commas. Where there is neither type nor
-default, or None is the default, a number or None is read as such, and all else is text.
+They are put into sys.argv. If a function makes the program, each of its parameters is a flag, too. Such a flag has the
+type of the parameter's annotation, or else of its default: int, float, str, bool, Path, an Enum (by the names of its
+members), a Literal, a union of one of these and None, or a list, tuple or set of these, separated by commas. Without
+annotation and default, or with the default None, numbers and None are recognized, and any other value is text.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _Read = Callable[[str], Any]
 
 
 class Argv(list[str]):
-    """A sys.argv that knows whether any code has looked beyond its first entry."""
+    """A sys.argv that records whether any code has read more than its first entry."""
 
     was_read = False
 
@@ -56,20 +56,20 @@ def hand_over(file: str, flags: Sequence[str]) -> None:
 
 
 def were_read() -> bool:
-    """Return whether the target, or what it imports, has looked at the flags in sys.argv."""
+    """Return whether the target, or a module that it imports, has read the flags in sys.argv."""
     return bool(vars(sys.argv).get("was_read", False)) if isinstance(sys.argv, Argv) else True
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of a command line: values by parameter, and the flags that are no parameter's."""
+    """The flags of a command line: values by parameter, and the flags that match no parameter."""
 
     values: dict[str, Any]
     unknown: list[str]
 
 
 class MakerFlags:
-    """The flags of a function, without its first `num_given` parameters and those for which absl has a flag."""
+    """The flags of a function: its parameters, except for the first `num_given` and those that have an absl flag."""
 
     def __init__(
         self, target: str, function: Callable[..., Any], num_given: int = 0, absl_names: Collection[str] = ()
@@ -88,10 +88,10 @@ class MakerFlags:
         return [one.name for one in self._parameters]
 
     def parse(self, given: Sequence[str]) -> Flags:
-        """Read the flags that are parameters; the function's own defaults stand for those that are not given.
+        """Parse the flags that are parameters. A flag that is not given has no value: the function's default applies.
 
         Raises:
-            UsageError: a value is of another type, or a parameter without a default is not given.
+            UsageError: a value has the wrong type, or a parameter without a default is not given.
         """
         found, unknown = self._parser().parse_known_args(list(given))
         values = vars(found)
@@ -101,12 +101,12 @@ class MakerFlags:
         return Flags({name: self._collected(name, value) for name, value in values.items()}, unknown)
 
     def given_to_absl(self) -> dict[str, Any]:
-        """Return the values of the parameters for which absl has a flag: those that are given or have no default."""
+        """Return the values of parameters that have an absl flag, if the flag is given or they have no default."""
         found = {one: sys.modules["absl.flags"].FLAGS[one.name] for one in self._of_absl}
         return {one.name: flag.value for one, flag in found.items() if flag.present or one.default is one.empty}
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Say which flags the program does not take.
+        """Raise the error about flags that the program does not take.
 
         Raises:
             UsageError: always.
@@ -118,7 +118,7 @@ class MakerFlags:
         raise UsageError(f"{self._target} does not take {' '.join(unknown)}{meant or known}")
 
     def help(self) -> str:
-        """Return the list of flags, below the first line of the function's docstring."""
+        """Return the first line of the function's docstring and the list of flags."""
         return self._parser().format_help().rstrip()
 
     def _parser(self) -> argparse.ArgumentParser:
@@ -141,7 +141,7 @@ class MakerFlags:
         return parser
 
     def _collected(self, name: str, value: Any) -> Any:
-        """Return a list that was read as the collection that the annotation says."""
+        """Convert a list that was read to the collection that the annotation says."""
         kind = _without_none(self._kinds.get(name))
         make = _COLLECTIONS.get(typing.get_origin(kind) or kind)
         return make(value) if make is not None and isinstance(value, list) else value
@@ -151,7 +151,7 @@ class MakerFlags:
 
 
 class _FlagParser(argparse.ArgumentParser):
-    """Reports wrong usage as the command's own errors."""
+    """A parser that raises wrong usage as UsageError."""
 
     def __init__(self, target: str, about: str) -> None:
         usage = f"lp_pipe launch {target} -- [flags]"
@@ -165,16 +165,16 @@ class _FlagParser(argparse.ArgumentParser):
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         found = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # no signature to be had
+    except (TypeError, ValueError):  # the function has no signature
         return []
     return [one for one in found if one.kind in _BY_NAME]
 
 
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of parameters; without those that cannot be read, such as names under TYPE_CHECKING."""
+    """Return the types of parameters; empty if one cannot be evaluated, such as a name under TYPE_CHECKING."""
     try:
         return typing.get_type_hints(function)
-    except Exception:  # whatever evaluating the user's annotations raises
+    except Exception:  # evaluating annotations runs user code
         return {}
 
 
@@ -187,7 +187,7 @@ def _kind_of_default(default: Any) -> Any:
 
 
 def _without_none(kind: Any) -> Any:
-    """Return `int` for `int | None`; a union of several types stays one."""
+    """Return `int` for `int | None`; a union of several types is returned unchanged."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         rest = [one for one in typing.get_args(kind) if one is not types.NoneType]
         return rest[0] if len(rest) == 1 else kind
@@ -199,7 +199,7 @@ def _is_bool(kind: Any) -> bool:
 
 
 def _item_of(kind: Any) -> Any:
-    """Return the type of a collection's items; None for what is no collection."""
+    """Return the type of a collection's items; None if `kind` is no collection."""
     kind = _without_none(kind)
     if (typing.get_origin(kind) or kind) not in _COLLECTIONS:
         return None
@@ -207,7 +207,7 @@ def _item_of(kind: Any) -> Any:
 
 
 def _reader(kind: Any) -> _Read:
-    """Return a function from a flag's text to its value; argparse names it in its errors."""
+    """Return a function from a flag's text to its value; argparse shows the function's name in errors."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return _reader(arguments[0])
@@ -261,16 +261,16 @@ def _listed(reader: _Read) -> _Read:
 
 def _truth(text: str) -> bool:
     if text.lower() not in _TRUTHS:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+        raise argparse.ArgumentTypeError(f"{text!r} must be true or false")
     return _TRUTHS[text.lower()]
 
 
 def _literal(text: str) -> Any:
-    """Read a value of a type that has no reader of its own, such as a dict, as Python writes it."""
+    """Read a value of another type, such as a dict, as a Python literal."""
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no Python literal") from None
+        raise argparse.ArgumentTypeError(f"{text!r} must be a Python literal") from None
 
 
 def _named_as(read: Any, kind: Any) -> _Read:
@@ -282,7 +282,7 @@ def _named_as(read: Any, kind: Any) -> _Read:
 
 
 def _named(kind: Any) -> str:
-    """Return the type as a flag's help shows it: int, adam|sgd."""
+    """Return a type's name for the help text, such as int or adam|sgd."""
     item = _item_of(kind)
     if item is not None:
         return _named(item)

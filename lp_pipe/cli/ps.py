@@ -1,4 +1,4 @@
-"""`lp_pipe ps`: the running programs of this user."""
+"""`lp_pipe ps`: list the running programs of this user."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
-    """Print the table; a hint on stderr where dead runs have left something behind."""
+    """Print the table; if killed runs have leftovers, print a hint on stderr."""
     live = live_runs()
     if arguments.json:
         for record in live:
@@ -32,5 +32,5 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     elif live:
         print(run_table(live))
     if dead := dead_entries():
-        print(f"killed runs have left {len(dead)} more: lp_pipe clean", file=sys.stderr)
+        print(f"leftovers of killed runs: {len(dead)}; remove them with: lp_pipe clean", file=sys.stderr)
     return 0

@@ -1,4 +1,4 @@
-"""`lp_pipe launch --resume=RUN`: the target and flags of a run that has ended, for the one that goes on from it."""
+"""`lp_pipe launch --resume=RUN`: find the target and flags of an ended run, to launch it again."""
 
 import argparse
 import os
@@ -13,12 +13,12 @@ from lp_pipe.cli.find_run import find_ended_run
 from lp_pipe.launch.invocation import Invocation, current_folder
 from lp_pipe.launch.run_records import RunRecord
 
-# What is said of one launch only, or about how it is shown.
+# Arguments that concern only one launch, or only its display.
 _NOT_KEPT = ("target", "run", "parser", "given", "resume", "run_dir", "json", "dry_run")
 
 
 def invocation_of(arguments: argparse.Namespace, program_flags: Sequence[str]) -> Invocation:
-    """Return what is recorded of a launch: its options are those that differ from the defaults."""
+    """Return the record of a launch: its command line, and the options that differ from their defaults."""
     given = {
         name: value
         for name, value in vars(arguments).items()
@@ -30,10 +30,10 @@ def invocation_of(arguments: argparse.Namespace, program_flags: Sequence[str]) -
 def resumed(
     arguments: argparse.Namespace, program_flags: Sequence[str]
 ) -> tuple[RunRecord, argparse.Namespace, Sequence[str]]:
-    """Return the run that --resume names, and what is to be launched.
+    """Return the run that --resume names, and the arguments and program flags to launch.
 
-    Without TARGET that is what the run was launched with, in the folder where it was, but for what is given now. With
-    TARGET only what is given counts, and a note on stderr says what differs.
+    Without TARGET these are the run's own, in the folder where it was launched; options that are given now override
+    them. With TARGET only the given ones count, and a note on stderr lists the differences.
 
     Raises:
         UsageError: there is no such run, it is live, or it cannot be launched without TARGET.
@@ -52,13 +52,13 @@ def _as_before(
 ) -> tuple[argparse.Namespace, Sequence[str]]:
     target = record.flags.get("target")
     if not target:
-        raise UsageError(f"run {record.name} was launched by a script: say TARGET, too, or run the script again")
-    if record.folder.record.stat().st_uid != os.getuid():  # the target is code that would run with this user's rights
-        raise UsageError(f"run {record.name} was recorded by another user: say TARGET, too")
+        raise UsageError(f"run {record.name} was launched by a script: give TARGET, too, or run the script again")
+    if record.folder.record.stat().st_uid != os.getuid():  # the target would run with this user's rights
+        raise UsageError(f"run {record.name} was recorded by another user: give TARGET, too")
     if record.cwd != current_folder():
         if not Path(record.cwd).is_dir():
-            raise UsageError(f"run {record.name} was launched in {record.cwd}, which is gone: say TARGET, too")
-        print(f"lp_pipe: run {record.name} goes on in {record.cwd}, where it was launched", file=sys.stderr)
+            raise UsageError(f"run {record.name} was launched in {record.cwd}, which is gone: give TARGET, too")
+        print(f"lp_pipe: run {record.name} continues in {record.cwd}, where it was launched", file=sys.stderr)
         os.chdir(record.cwd)
     given = arguments.given[1 : arguments.given.index("--") if "--" in arguments.given else None]
     before = arguments.parser.parse_args([target])
@@ -70,7 +70,7 @@ def _as_before(
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield in words what is given now, and what was before."""
+    """Yield a text for each option that differs: its value now and before."""
     if not before.get("target"):
         return
     if before["target"] != now["target"]:

@@ -1,4 +1,4 @@
-"""`lp_pipe runs`: the runs whose folders are here, with how each has ended."""
+"""`lp_pipe runs`: list the runs whose folders are here, and how each has ended."""
 
 import argparse
 import json
@@ -26,14 +26,14 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="list runs that have ended, and how",
         description=(
             "List the runs whose folders are in this folder, in ./runs, and where scripts make them "
-            "($LP_PIPE_RUNS, or below your state folder), newest first; with FOLDER those in that one."
+            "($LP_PIPE_RUNS, or below your state folder), newest first; with FOLDER only the runs in that folder."
         ),
         usage="lp_pipe runs [FOLDER] [-n N] [--json]",
         allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, help="a folder of runs, or a run's own")
     parser.add_argument("-n", "--number", type=_count, default=_SHOWN, metavar="N", help=f"default: {_SHOWN}")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line: what run.json has")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line: the contents of run.json")
     parser.set_defaults(run=run_command)
 
 
@@ -45,7 +45,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     """
     folder: Path | None = arguments.folder
     if folder is not None and not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}")
+        raise UsageError(f"folder {folder} does not exist")
     found = sorted(_records(folder), key=lambda record: record.started, reverse=True)
     chosen = found[: arguments.number]
     if arguments.json:
@@ -57,7 +57,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         return 0
     print(table(("PROGRAM", "MODE", "STARTED", "TOOK", "EXIT", "ENDED", "FOLDER"), [_row(one) for one in chosen]))
     if len(found) > len(chosen):
-        print(f"… and {len(found) - len(chosen)} older ones: lp_pipe runs -n {len(found)}")
+        print(f"… and {len(found) - len(chosen)} older runs: lp_pipe runs -n {len(found)}")
     return 0
 
 
@@ -103,11 +103,11 @@ def _ending(record: RunRecord) -> str:
     if state == "killed":
         return "killed, no end recorded"
     if state == "unknown":
-        return f"unknown: ask on host {record.host}"
+        return f"unknown: run this command on host {record.host}"
     return f"{state}: {shortened(record.failure, _FAILURE_LETTERS)}" if record.failure else state
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise UsageError(f"-n {text}: a number of runs is needed, such as -n 50")
+        raise UsageError(f"-n {text}: give a number of runs, such as -n 50")
     return int(text)

@@ -47,12 +47,13 @@ examples:
   lp_pipe schedule auto --stages 4 --microbatches 8 --costs costs.json -o auto.csv
   lp_pipe schedule my.csv --costs costs.json
   lp_pipe schedule --compare --stages 4 --microbatches 8 --links 0.1
-  lp_pipe schedule 1f1b --compare --stages 4 --microbatches 8     and what each takes of the makespan of 1f1b
+  lp_pipe schedule 1f1b --compare --stages 4 --microbatches 8     also shows each makespan relative to 1f1b's
   lp_pipe schedule --compare --stages 4 --microbatches 8 --costs profile.json
 
-costs.json holds seconds, each one number or a list with one per virtual stage:
+costs.json holds seconds, each a number or a list with one number per virtual stage:
   {"forward": 0.010, "backward_input": [0.010, 0.012, 0.010, 0.015], "backward_weight": 0.008}
-or is what `lp_pipe profile TARGET -o costs.json` has measured, which is cut into as many equally slow stages as can be
+It may also be a profile that `lp_pipe profile TARGET -o costs.json` has written: its layers are cut into stages that
+are as equally slow as possible.
 """
 
 
@@ -68,13 +69,13 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     add = parser.add_argument
     add("name", metavar="NAME", nargs="?", help=f"{', '.join(schedules())}, or a file in torch's CSV format")
-    add("--stages", type=int, metavar="P", help="workers")
-    add("--microbatches", type=int, metavar="M", help="per step")
-    add("--chunks", type=int, metavar="C", help="virtual stages a worker; without: what the schedule needs")
-    add("--costs", metavar="FILE.json", help="seconds of each action (see below), or a profile; without: 1 each")
-    add("--links", type=float, metavar="SECONDS", help="what a message takes from one worker to the next; without: 0")
-    add("--memory", type=int, metavar="N", help="activations that a worker may stash; without: no limit")
-    add("--compare", action="store_true", help="rank all schedules that exist for these numbers; with NAME: beside it")
+    add("--stages", type=int, metavar="P", help="number of workers")
+    add("--microbatches", type=int, metavar="M", help="number of micro-batches per step")
+    add("--chunks", type=int, metavar="C", help="virtual stages per worker (default: what the schedule needs)")
+    add("--costs", metavar="FILE.json", help="seconds of each action (see below), or a profile (default: 1 each)")
+    add("--links", type=float, metavar="SECONDS", help="time of a message between two workers (default: 0)")
+    add("--memory", type=int, metavar="N", help="activations that a worker may stash (default: no limit)")
+    add("--compare", action="store_true", help="rank all schedules for these numbers; with NAME relative to it")
     add("--json", action="store_true", help="with --compare: print the table as JSON")
     add(
         "-o",
@@ -89,7 +90,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
-    """Print, and write, the timeline or the comparison.
+    """Print and write the timeline or the comparison.
 
     Raises:
         UsageError: there is no such schedule for these numbers, or a file cannot be read or written.
@@ -109,12 +110,12 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 
 
 def _costs(path: str) -> Costs | ProfileCosts:
-    """What the file has: costs, or a profile."""
+    """Read a file of costs or a profile."""
     return ProfileCosts(Profile.load(path)) if is_profile(path) else Costs.load(path)
 
 
 def _of_stages(costs: Costs | ProfileCosts, stages: int, workers: int) -> Costs:
-    """Costs as they are: a number is what each virtual stage takes."""
+    """Return the costs of each virtual stage; a profile is cut into `stages`."""
     return costs if isinstance(costs, Costs) else costs.cut_into(stages, workers)
 
 
@@ -155,7 +156,7 @@ def _compare(arguments: argparse.Namespace, costs: Costs | ProfileCosts, given: 
 
 
 def _named(comparison: Comparison, name: str | None) -> Compared | None:
-    """The one that the others are compared with: of several with its name, the fastest."""
+    """Return the schedule that the others are compared with; of several with that name the fastest."""
     if name is None:
         return None
     for party in comparison.ranked:
@@ -165,13 +166,13 @@ def _named(comparison: Comparison, name: str | None) -> Compared | None:
 
 
 def _check(arguments: argparse.Namespace, given: Schedule | None) -> None:
-    """Refuse what is missing on the command line, and what contradicts itself."""
+    """Refuse missing and contradictory options."""
     if arguments.name is None and not arguments.compare:
-        raise UsageError(f"which schedule? Give one of {', '.join(schedules())}, a CSV file, or --compare")
+        raise UsageError(f"no schedule is given: give one of {', '.join(schedules())}, a CSV file, or --compare")
     if arguments.json and not arguments.compare:
-        raise UsageError("--json is for --compare; the trace of one schedule is written by -o FILE.json")
+        raise UsageError("--json needs --compare; to write the trace of one schedule use -o FILE.json")
     if arguments.name and not given:
-        default_chunks(arguments.name)  # is there such a schedule?
+        default_chunks(arguments.name)  # raises if there is no such schedule
     for option in ("stages", "microbatches"):
         if given is None and getattr(arguments, option) is None:
             raise UsageError(f"--{option} is missing: give a number, such as --{option} 4")
@@ -185,7 +186,7 @@ def _check(arguments: argparse.Namespace, given: Schedule | None) -> None:
 
 
 def _check_own(arguments: argparse.Namespace, given: Schedule) -> None:
-    """A file has its own numbers; in a comparison --chunks are the others'."""
+    """Refuse options that contradict a CSV file's own numbers; in a comparison --chunks is for the other schedules."""
     workers = len(given.workers)
     for option, in_file in ("stages", workers), ("microbatches", given.microbatches):
         value = getattr(arguments, option)
@@ -199,18 +200,18 @@ def _check_own(arguments: argparse.Namespace, given: Schedule) -> None:
 
 
 def _check_size(arguments: argparse.Namespace) -> None:
-    """A slip of the finger is no reason to fill the memory; what is drawn of so many actions nobody can see."""
+    """Refuse more actions than memory holds and a picture can show; the numbers are probably mistyped."""
     actions = 2 * (arguments.stages or 1) * (arguments.microbatches or 1) * (arguments.chunks or 1)
     if actions > _MOST_ACTIONS:
         raise UsageError(
             f"--stages {arguments.stages} and --microbatches {arguments.microbatches} make {actions:,} actions: "
-            f"ask for {_MOST_ACTIONS:,} at most"
+            f"at most {_MOST_ACTIONS:,} are allowed"
         )
 
 
 def _read(name: str) -> Schedule:
     stem = Path(name).stem
-    return Schedule.from_csv(Path(name), Path(name).name if stem in schedules() else stem)  # a comparison has both
+    return Schedule.from_csv(Path(name), Path(name).name if stem in schedules() else stem)  # distinct in a comparison
 
 
 def _say_wrote(paths: Sequence[Path]) -> None:
@@ -219,9 +220,9 @@ def _say_wrote(paths: Sequence[Path]) -> None:
 
 
 def comparison_text(comparison: Comparison, named: Compared | None = None) -> str:
-    """For people: the fastest first, then what is left out and why.
+    """Return a table, the fastest schedule first, and below it those that are left out and why.
 
-    named: one of them; each has a column with what it takes of that one's makespan.
+    named: one of them; a column then shows each makespan relative to its makespan.
     """
     rows = [
         [
@@ -237,7 +238,7 @@ def comparison_text(comparison: Comparison, named: Compared | None = None) -> st
     share = f"OF {named.name}" if named else ""
     lines = [
         table(["SCHEDULE", "CHUNKS", "MAKESPAN", share, "BUBBLE", "PEAK ACTIVATIONS"], rows),
-        "The same model on the same workers: c chunks share what one would take, and an activation of each counts 1/c.",
+        "All have the same model and workers: with c chunks, a chunk's time and activations count 1/c.",
         *(["", "Left out:"] if comparison.left_out else []),
         *(f"  {name}: {reason}" for name, reason in comparison.left_out.items()),
     ]
@@ -245,7 +246,7 @@ def comparison_text(comparison: Comparison, named: Compared | None = None) -> st
 
 
 def comparison_json(comparison: Comparison, named: Compared | None = None) -> str:
-    """For programs: one object in one line; with `named`, of each "of_named", its makespan divided by that one's."""
+    """Return one JSON object in one line; with `named`, "of_named" is each makespan divided by that one's."""
     ranked = [
         {**party.as_json(), **({"of_named": _share(party, named)} if named else {})} for party in comparison.ranked
     ]
@@ -253,10 +254,10 @@ def comparison_json(comparison: Comparison, named: Compared | None = None) -> st
 
 
 def comparison_trace(comparison: Comparison) -> str:
-    """Trace events, a process for each schedule."""
+    """Return trace events with a process for each schedule."""
     return to_trace_events({f"{party.name}, chunks={party.chunks}": party.timeline for party in comparison.ranked})
 
 
 def _share(party: Compared, named: Compared) -> float:
-    """Where nothing takes any time, all are equal."""
+    """Return party's makespan divided by named's; 1 if that is 0."""
     return party.timeline.makespan / named.timeline.makespan if named.timeline.makespan else 1.0

@@ -1,4 +1,4 @@
-"""`lp_pipe stacks`: where every thread of every node is right now."""
+"""`lp_pipe stacks`: print the current stack of every thread of every node."""
 
 import argparse
 import re
@@ -10,7 +10,7 @@ from lp_pipe.cli.find_run import add_run_argument, asking, find_live_run
 from lp_pipe.telemetry.tracebacks import fold_traceback, owners_of_frames
 
 _HEADER = "Traceback (most recent call last):"
-_INTERPRETER = '  File "<string>", line 1'  # the command by which processes of nodes are started
+_INTERPRETER = '  File "<string>", line 1'  # the outermost frame of a node process
 # "host h1", "node trainer/0", "thread MainThread:", or, where nodes are threads, "node trainer/0, thread trainer/0:".
 _TITLE = re.compile(r"(?:host (?P<host>.*)|(?:node (?P<node>\S+))?(?:, )?(?:thread (?P<thread>.*):)?)$")
 
@@ -20,18 +20,18 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "stacks",
         help="print where every node's own code is",
-        description="Where every thread of every node is right now: why a program hangs. Shown are the threads that "
-        "run your code, without the frames that lead to it; with --all every frame of every thread.",
+        description="Print where the threads of every node are, to find out why a program hangs: only threads that run "
+        "your code, without the frames that lead to it. With --all print every frame of every thread.",
         usage="lp_pipe stacks [RUN] [--all]",
         allow_abbrev=False,
     )
     add_run_argument(parser)
-    parser.add_argument("--all", action="store_true", help="every frame of every thread")
+    parser.add_argument("--all", action="store_true", help="print every frame of every thread")
     parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
-    """Ask and print.
+    """Ask the run and print its answer.
 
     Raises:
         UsageError, NotAnswered: there is no such run, or it does not answer.
@@ -45,7 +45,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 
 
 def own_frames_first(text: str) -> Iterator[str]:
-    """Yield of each node in the text of `Run.stacks` the stacks with the user's frames, and how many others it has."""
+    """Yield, for each node in the text of `Run.stacks`, the stacks with user frames and the number of other stacks."""
     for title, stacks in _stacks_by_node(text).items():
         yield title
         others = 0
@@ -54,18 +54,18 @@ def own_frames_first(text: str) -> Iterator[str]:
             if frames and frames[0].startswith(_INTERPRETER):
                 del frames[0]
             if not frames:
-                yield from (f"  {line}" for line in stack if line)  # why there is no answer
+                yield from (f"  {line}" for line in stack if line)  # the reason why the node has not answered
             elif None in owners_of_frames(frames):
                 yield f"  thread {thread}:"
                 yield from (f"    {line}" for line in fold_traceback("\n".join([_HEADER, *frames]), Path.cwd()))
             else:
                 others += 1
         if others:
-            yield f"  … {counted(others, 'thread')} without a frame of yours: --all shows them"
+            yield f"  … {counted(others, 'thread')} without your code: --all shows them"
 
 
 def _stacks_by_node(text: str) -> dict[str, list[tuple[str, list[str]]]]:
-    """Return the threads of each host's nodes, with their lines."""
+    """Return the threads of each node, with the lines of their stacks."""
     found: dict[str, list[tuple[str, list[str]]]] = {}
     host, stacks, stack = "", list[tuple[str, list[str]]](), list[str]()
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""`lp_pipe status`: how the nodes of a running program are."""
+"""`lp_pipe status`: show the states of a running program's nodes."""
 
 import argparse
 import json
@@ -17,8 +17,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     """Describe the command and its options."""
     parser = commands.add_parser(
         "status",
-        help="show how the nodes of a running program are",
-        description="A table of the nodes of a running program: state, process, uptime, what it waits for.",
+        help="show the nodes of a running program",
+        description="Print a table of the nodes of a running program: state, process, uptime, what each waits for.",
         usage="lp_pipe status [RUN] [--json]",
         allow_abbrev=False,
     )
@@ -28,7 +28,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
-    """Ask and print.
+    """Ask the run and print its answer.
 
     Raises:
         UsageError, NotAnswered: there is no such run, or it does not answer.
@@ -36,7 +36,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     record = find_live_run(arguments.target)
     with asking(record) as control:
         nodes = [
-            {"node": f"{label}/{index}", **row, "pid": row["pid"] or None}  # `kill 0` would end who asks
+            {"node": f"{label}/{index}", **row, "pid": row["pid"] or None}  # never 0: `kill 0` kills the caller's group
             for label, rows in control.status().items()
             for index, row in enumerate(rows)
         ]
@@ -53,7 +53,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 
 
 def _row(node: Mapping[str, Any], host: str) -> tuple[str, ...]:
-    """restarts, calls_per_s: where the run counts them."""
+    """Return a node's row of the table; a column that the run does not count is empty."""
     uptime, rate = node.get("uptime_s"), node.get("calls_per_s")
     error = (node["error"] or "").partition("\n")[0]
     return (

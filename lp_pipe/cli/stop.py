@@ -1,4 +1,4 @@
-"""`lp_pipe stop`: end a running program in order, from another terminal."""
+"""`lp_pipe stop`: stop a running program in order, from another terminal."""
 
 import argparse
 import time
@@ -14,8 +14,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "stop",
         help="stop a running program in order",
         description=(
-            "Stop a running program as Ctrl+C at its own terminal does, and wait until nothing of it is left. Without "
-            "RUN only the one that was launched in this folder or in this terminal."
+            "Stop a running program, as Ctrl+C in its own terminal does, and wait until all its processes have ended. "
+            "Without RUN, stop the only run that was launched in this folder or in this terminal."
         ),
         usage="lp_pipe stop [RUN]",
         allow_abbrev=False,
@@ -25,7 +25,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
-    """Stop the run and say how its nodes ended.
+    """Stop the run and print how its nodes ended.
 
     Raises:
         UsageError, NotAnswered: there is no such run, or it does not answer.

@@ -1,4 +1,4 @@
-"""The command's own standard streams: closed from the start, full, or read by nobody any more."""
+"""The command's own standard streams, which may be closed from the start, full, or without a reader."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ from lp_pipe.launch.processes import standard_streams
 
 
 def prepare() -> None:
-    """Python has None for those that are closed; and a terminal in Latin-1, say, has no arrow."""
+    """Open closed streams, for which sys has None, and let stdout escape characters that its encoding lacks."""
     standard_streams.open_closed()
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - until the process ends
@@ -19,13 +19,13 @@ def prepare() -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print (to stderr) what would be good to know, but must not stand in the way of what is to be done next."""
+    """Print a message, by default to stderr; ignore that it cannot be written."""
     with contextlib.suppress(OSError):
         print(text, file=stream or sys.stderr, flush=True)
 
 
 def drop_unwritten() -> None:
-    """What was printed in vain goes nowhere: at its end Python would try again, and exit with status 120."""
+    """Discard output that cannot be written: Python would try again at its end, and exit with status 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""`lp_pipe launch --engine=slurm` outside an allocation: submit the same command as a job, and follow it to its end."""
+"""`lp_pipe launch --engine=slurm` outside an allocation: submit the same command as a job and follow it to its end."""
 
 import argparse
 import shlex
@@ -14,25 +14,25 @@ from lp_pipe.launch.engines import make_engine, slurm, slurm_job
 from lp_pipe.launch.engines.slurm_job import JobState
 
 _READ_EVERY_S = 0.25
-_ASK_EVERY_S = 2.0  # a controller serves all users
-_LATE_OUTPUT_S = 2.0  # of a shared folder
-_UNKNOWN_FOR_S = 30.0  # a controller that restarts
+_ASK_EVERY_S = 2.0  # not more often, because one controller serves all users
+_LATE_OUTPUT_S = 2.0  # how late a shared folder may show output
+_UNKNOWN_FOR_S = 30.0  # how long a controller may take to restart
 _INTERRUPTS_AT_MOST = 2
 
 
 def is_wanted(arguments: argparse.Namespace) -> bool:
-    """Whether what is to be launched needs a job first."""
+    """Return whether this launch must be submitted as a job."""
     return arguments.mode == "multi_host" and arguments.engine == "slurm" and not slurm.is_inside()
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Submit, follow; returns the exit status that the command has in the job. With --dry-run: show what would be.
+    """Submit the job, follow it, and return the exit status of the command in the job; --dry-run prints the job.
 
     Raises:
         UsageError, NotLaunched: nothing was submitted.
     """
     if not arguments.hosts:
-        raise UsageError("--engine=slurm outside an allocation submits a job: say how many hosts, such as --hosts=4")
+        raise UsageError("--engine=slurm outside an allocation submits a job: give the number of hosts, as --hosts=4")
     _check_target(arguments.target)
     given = [*arguments.given]
     if arguments.dry_run:
@@ -60,14 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_target(target: str) -> None:
-    """It would be a pity to learn that from a job that has waited for hours."""
+    """Check that the target's file exists, before the job waits for hours."""
     path = Path(target.partition(":")[0])
     if path.suffix == ".py" and not path.is_file():
-        raise UsageError(f"{target}: there is no file {path}")
+        raise UsageError(f"{target}: file {path} does not exist")
 
 
 class _Following:
-    """Shows what a job prints, and how it gets on. The job goes on when this process ends other than by Ctrl+C."""
+    """A view of a job's output and state. If this process ends other than by Ctrl+C, the job continues."""
 
     def __init__(self, job: str, output: Path) -> None:
         self._job = job
@@ -78,7 +78,7 @@ class _Following:
         self._acted_on = 0
 
     def to_the_end(self) -> int:
-        self._note(f"submitted; it prints into {self._output}; Ctrl+C stops it")
+        self._note(f"submitted; its output is in {self._output}; Ctrl+C stops it")
         while self._interrupts <= _INTERRUPTS_AT_MOST:
             try:
                 self._act()
@@ -88,7 +88,7 @@ class _Following:
         raise KeyboardInterrupt
 
     def _act(self) -> None:
-        """On a new Ctrl+C."""
+        """Act on a new Ctrl+C: the first stops the job, the second cancels it."""
         if self._interrupts == self._acted_on:
             return
         self._acted_on = self._interrupts
@@ -97,7 +97,7 @@ class _Following:
         end = slurm_job.interrupt if is_first else slurm_job.cancel
         try:
             end(self._job)
-        except LaunchError as error:  # it has just ended, or the controller is away
+        except LaunchError as error:  # the job has just ended, or the controller does not answer
             self._note(str(error))
 
     def _follow(self) -> int:
@@ -113,7 +113,7 @@ class _Following:
             while time.monotonic() - asked < _ASK_EVERY_S:
                 self._show_output()
                 time.sleep(_READ_EVERY_S)
-        self._note("Slurm does not know it any more, so its end is not known here")
+        self._note("Slurm no longer knows this job: how it ended is unknown")
         return NODE_FAILED
 
     def _ended(self, state: JobState) -> int:
@@ -128,7 +128,7 @@ class _Following:
         self._shown = state
 
     def _show_output(self) -> bool:
-        """Print what is new; whether there was anything."""
+        """Print new output; return whether there was any."""
         try:
             with self._output.open("rb") as file:
                 file.seek(self._read)

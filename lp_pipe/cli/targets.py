@@ -1,4 +1,4 @@
-"""From a TARGET on the command line to its Program: `path/file.py[:name]` or `package.module[:name]`."""
+"""Load the Program that a TARGET on the command line names: `path/file.py[:name]` or `package.module[:name]`."""
 
 import importlib
 import importlib.machinery
@@ -22,17 +22,17 @@ from lp_pipe.programs.torch_script import Script, make_program
 from lp_pipe.telemetry.tracebacks import fold_traceback
 
 DEFAULT_NAMES = ("program", "make_program")
-# Also every node that is a process would import the file, and launch the program once more, and its nodes again.
+# Without this refusal every node process would import the file and launch the program again, and so on.
 _LAUNCHES = (
-    "lp_pipe imports this file for its program, and launches that itself: "
+    "lp_pipe imports this file for its program and launches it itself: "
     'put the file\'s own launch below `if __name__ == "__main__":`'
 )
-_CALL_LAUNCHES = "lp_pipe calls {} for its program, and launches that itself: give a function that returns it"
+_CALL_LAUNCHES = "lp_pipe calls {} for its program and launches it itself: give a function that only returns it"
 _MAIN_GUARD = re.compile(r"^if\s+__name__\s*==", re.MULTILINE)
 
 
 class TargetName(NamedTuple):
-    """place: a file, or the name of a module; name: "" for the default ones."""
+    """A parsed TARGET. place: a file or the name of a module. name: "" for the default names."""
 
     place: str
     name: str
@@ -48,13 +48,13 @@ class TargetName(NamedTuple):
 
 
 def load_program(text: str, program_flags: Sequence[str]) -> Program:
-    """Import the target, hand it its flags, and get its program.
+    """Import the target, give it its flags, and return its program.
 
-    sys.argv becomes [file, *program_flags]. Of a function its parameters are flags; where the target has loaded
-    absl.flags, the others are parsed with it.
+    sys.argv becomes [file, *program_flags]. If the target is a function, its parameters are flags. If the target has
+    loaded absl.flags, other flags are parsed by absl.
 
     Raises:
-        UsageError: no such file, module or name, or not a program; a flag that the program does not take.
+        UsageError: there is no such file, module or name, it is no program, or it does not take a flag.
         NotLaunched: the target's own code raised.
     """
     loaded = _load(text, program_flags)
@@ -62,9 +62,9 @@ def load_program(text: str, program_flags: Sequence[str]) -> Program:
 
 
 def load_maker(text: str, program_flags: Sequence[str]) -> Callable[[int], Program]:
-    """As `load_program`, for any number of hosts: the target is a function that takes it.
+    """Return a function that makes the target's program for a number of hosts; the target must take that number.
 
-    Raises: as `load_program`, when it is loaded and when it is called.
+    Raises: as `load_program`, here and when the function is called.
     """
     loaded = _load(text, program_flags, num_given=1)
     if loaded.values is None or not _takes(loaded.found, 1, **loaded.values):
@@ -73,15 +73,15 @@ def load_maker(text: str, program_flags: Sequence[str]) -> Callable[[int], Progr
 
 
 def load_ranks(text: str, program_flags: Sequence[str], num_per_host: int) -> Callable[[int], Program]:
-    """The target is a script for torchrun: a function that makes the program of its ranks for a number of hosts.
+    """Return a function that makes the program of a torchrun script's ranks for a number of hosts.
 
     Raises:
-        UsageError: no such file or module.
-        NotLaunched: it is no Python.
+        UsageError: there is no such file or module.
+        NotLaunched: the file is no valid Python.
     """
     target = TargetName.parse(text)
     if target.name:
-        raise UsageError(f"{text}: with --nproc the target is a whole script: leave :{target.name} out")
+        raise UsageError(f"{text}: with --nproc the target must be a whole script: leave :{target.name} out")
     found = _find_file(target) if target.is_file else _find_module(text, target)
     if target.is_file:
         script = _guarded(text, lambda: Script.of_file(found, program_flags))
@@ -94,7 +94,7 @@ def load_ranks(text: str, program_flags: Sequence[str], num_per_host: int) -> Ca
 class _Loaded:
     """A program or the function that makes it, with its flags.
 
-    values: by parameter, of a function; None of a Program. unknown: flags that are no parameter's and not absl's.
+    values: by parameter of the function; None for a Program. unknown: flags that match no parameter and no absl flag.
     """
 
     text: str
@@ -109,20 +109,20 @@ class _Loaded:
         """Call the function for its program."""
         values = self.values or {}
         if not _takes(function, *arguments, **values):
-            raise UsageError(f"{self.place} has parameters without a default that cannot be flags: give them defaults")
+            raise UsageError(f"{self.place} has parameters that cannot be flags: give them defaults")
         with launches_refused(_CALL_LAUNCHES.format(self.place)):
             made = _guarded(self.text, lambda: function(*arguments, **values))
         if not isinstance(made, Program):
-            raise UsageError(f"{self.place} returned {type(made).__name__}, but a Program is needed")
+            raise UsageError(f"{self.place} must return a Program, but returned {type(made).__name__}")
         return self.checked(made)
 
     def checked(self, program: Program) -> Program:
-        """Return the program, once it is sure that its flags were taken."""
+        """Return the program after checking that its flags were read; else raise or print a warning."""
         if self.unknown and not were_read():
             if {"--help", "-h"} & set(self.unknown) or self.maker.names or not _may_read_later(self.module):
                 self.maker.refuse(self.unknown)
             flags = " ".join(self.unknown)
-            print(f"lp_pipe: {self.text} has not looked at its flags: {flags}", file=sys.stderr)
+            print(f"lp_pipe: {self.text} has not read its flags: {flags}", file=sys.stderr)
         return program
 
 
@@ -135,7 +135,7 @@ def load_setup(text: str) -> Callable[[], Any]:
     """
     target = TargetName.parse(text)
     if not target.name:
-        raise UsageError(f"--setup={text}: a function is needed: --setup=module:function")
+        raise UsageError(f"--setup={text}: give a function, as --setup=module:function")
     file = _find_file(target) if target.is_file else _find_module(text, target)
     known = [one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == str(file)]
     load = (lambda: _import_file(file)) if target.is_file else (lambda: importlib.import_module(target.place))
@@ -171,7 +171,7 @@ def _find_file(target: TargetName) -> Path:
     path = Path(target.place)
     if path.is_file():
         if not path.name.endswith(tuple(importlib.machinery.all_suffixes())):
-            raise UsageError(f"{path} is no Python file: its name does not end in .py")
+            raise UsageError(f"{path} is no Python file: its name must end in .py")
         return path.resolve()
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a Python file in it, such as {path}/program.py")
@@ -180,12 +180,12 @@ def _find_file(target: TargetName) -> Path:
 
 
 def _find_module(text: str, target: TargetName) -> Path:
-    """The module's file; of a package within which it lies the __init__ is imported on the way."""
+    """Return the module's file; imports the packages that contain it."""
     sys.path.insert(0, str(Path.cwd()))
     is_name = all(part.isidentifier() for part in target.place.split("."))
     spec = _guarded(text, lambda: _spec(target.place)) if is_name else None
     if (spec is None or spec.origin is None) and Path(target.place).exists():
-        return _find_file(target)  # which says what is wrong with it
+        return _find_file(target)  # raises the error that fits
     if spec is None:
         file = f"{target.place}.py"
         hint = f"; did you mean {file!r}?" if Path(file).is_file() else "; a file is given as path/file.py"
@@ -223,7 +223,7 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def _absl_names() -> set[str]:
-    """Return the flags that the target, or what it imports, has defined with absl; not absl's own."""
+    """Return the absl flags that the target or a module that it imports has defined, without absl's own."""
     absl_flags = sys.modules.get("absl.flags")
     if absl_flags is None:
         return set()
@@ -239,7 +239,7 @@ def _print_flags(text: str, module: ModuleType, maker: MakerFlags) -> None:
 
 
 def _without_absl(text: str, flags: Sequence[str], maker: MakerFlags) -> Sequence[str]:
-    """Parse the flags with absl, where it is loaded; return those that are still to be taken."""
+    """Parse the flags with absl, if it is loaded; return the flags that remain."""
     absl_flags = sys.modules.get("absl.flags")
     if absl_flags is None:
         return flags
@@ -251,7 +251,7 @@ def _without_absl(text: str, flags: Sequence[str], maker: MakerFlags) -> Sequenc
         raise UsageError(f"{text}: {error}; `-- --help` lists the program's flags") from error
     except absl_flags.Error as error:
         raise UsageError(f"{text}: {error}; `-- --help` lists the program's flags") from error
-    if "absl.app" in sys.modules:  # its `run`, which the target's own launch would go through, also does this
+    if "absl.app" in sys.modules:  # absl.app.run, which the target's own launch would call, also does this
         from absl import logging as absl_logging
 
         absl_logging.use_absl_handler()
@@ -261,16 +261,16 @@ def _without_absl(text: str, flags: Sequence[str], maker: MakerFlags) -> Sequenc
 
 
 def _may_read_later(module: ModuleType) -> bool:
-    """Whether code of the target that runs in a node may read its flags: its source speaks of sys.argv or a parser."""
+    """Return whether the target's nodes may read its flags: its source mentions sys.argv or a parser."""
     try:
         source = inspect.getsource(module)
-    except (OSError, TypeError):  # no source to be had
+    except (OSError, TypeError):  # there is no source
         return True
     return "argv" in source or "parse_args" in source
 
 
 def _find_name(target: TargetName, module: ModuleType) -> tuple[str, Any]:
-    """The program, or the function that makes it, with the name under which it was found."""
+    """Return the name and the program or function that it names."""
     names = (
         [target.name]
         if target.name
@@ -287,7 +287,7 @@ def _find_name(target: TargetName, module: ModuleType) -> tuple[str, Any]:
 
 
 def _no_maker(found: object) -> str:
-    """What it is, if it cannot be called for a program."""
+    """Return what `found` is if it cannot make a program; "" if it can."""
     if isinstance(found, type):
         return "a class"
     if inspect.iscoroutinefunction(found):
@@ -315,12 +315,12 @@ def _no_such_name(target: TargetName, module: ModuleType) -> str:
 
 
 def _below_main(module: ModuleType) -> str:
-    """A hint, where the file has something that only runs when it is a script."""
+    """Return a hint if the file has code that only runs when it is a script."""
     try:
         has_guard = _MAIN_GUARD.search(inspect.getsource(module))
-    except (OSError, TypeError):  # no source to be had
+    except (OSError, TypeError):  # there is no source
         has_guard = None
-    why = '; what is below `if __name__ == "__main__":` does not run here: make the program above it, or in a function'
+    why = '; code below `if __name__ == "__main__":` does not run here: make the program above it, or in a function'
     return why if has_guard else ""
 
 
@@ -329,7 +329,7 @@ def _takes(function: Callable[..., Any], *arguments: Any, **values: Any) -> bool
         inspect.signature(function).bind(*arguments, **values)
     except TypeError:
         return False
-    except ValueError:  # no signature to be had: the call will tell
+    except ValueError:  # the function has no signature: the call itself decides
         return True
     return True
 
@@ -346,12 +346,12 @@ def _guarded(text: str, user_code: Callable[[], Any]) -> Any:
 
 
 def _has_answered(error: SystemExit) -> bool:
-    """Whether it is the target's answer to its flags: a list of them, or what is wrong with one."""
+    """Return whether the target exits because of its flags: after --help, or after a wrong flag."""
     return error.code == WRONG_USAGE or (len(sys.argv) > 1 and error.code in (None, DONE))
 
 
 def own_failure(text: str, error: BaseException) -> str:
-    """Of the target TEXT: one line, and the frames of its own code below it."""
+    """Return the message about an error in the target's own code: one line, and the frames of that code below it."""
     full = "".join(traceback.format_exception(error))
     frames = [line for line in fold_traceback(full, Path.cwd()) if not line.startswith("  …")]
     said = "".join(f": {line}" for line in str(error).splitlines()[:1])
@@ -360,7 +360,7 @@ def own_failure(text: str, error: BaseException) -> str:
 
 
 def _for_torchrun(target: TargetName) -> str:
-    """A hint for a script that has no program and is one rank of several."""
+    """Return a hint if the target is a script for torchrun."""
     try:
         is_rank = target.is_file and b"init_process_group" in Path(target.place).read_bytes()
     except OSError:
@@ -369,7 +369,7 @@ def _for_torchrun(target: TargetName) -> str:
 
 
 def _as_module(text: str, error: BaseException) -> str:
-    """For a file whose relative imports need its package, which only a module's name tells: the target to give."""
+    """Return a hint to give the target as a module, if its relative imports need its package."""
     file = Path(TargetName.parse(text).place)
     if "relative import" not in str(error) or file.suffix != ".py" or file.is_absolute() or ".." in file.parts:
         return ""

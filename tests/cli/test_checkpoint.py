@@ -116,7 +116,7 @@ def test_a_resumed_run_without_a_checkpoint_says_that_it_begins_anew(
     assert "no checkpoint" not in said.out + said.err
     main(["launch", "train.py", "--mode=thread", "--resume=mine"])
     said = capsys.readouterr()
-    assert "no checkpoint: begins at step 0" in said.out + said.err
+    assert "starting at step 0" in said.out + said.err
 
     main(["launch", "train.py", "--mode=thread", "--resume=mine", "--json"])
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -106,7 +106,7 @@ def test_another_terminal_sees_and_stops_a_run_on_several_hosts(
         (["--mode=multi_host", "--engine=nomad"], "unknown engine 'nomad'; known are local, ssh, manual"),
         (["--mode=multi_host", "--engine-option=x"], "--engine-option=x: write NAME=VALUE"),
         (["--join-timeout=0"], "--join-timeout is for several hosts: add --mode=multi_host"),
-        (["--elastic=1:2"], "--elastic is for several hosts: add --mode=multi_host"),
+        (["--elastic=1:2"], "add --mode=multi_host"),
         (["--mode=multi_host", "--elastic=4"], "'4' is no number of hosts: write MIN:MAX, such as 2:4"),
         (["--mode=multi_host", "--elastic=1:2", "--dry-run"], "--elastic and --dry-run do not go together"),
         (["--mode=multi_host", "--elastic=1:2"], "needs a function that takes the number of hosts"),

@@ -193,7 +193,7 @@ def test_of_several_pipelines_the_plan_is_for_the_named_one(target: str) -> None
         ),
         (["", "--plan=absent.toml"], "cannot read absent.toml"),
         (["", "--plan=bad.toml"], "bad.toml: stages is missing"),
-        (["", "--plan-group=stages"], "there is no --plan=FILE"),
+        (["", "--plan-group=stages"], "--plan-group=stages needs --plan=FILE"),
     ],
 )
 @pytest.mark.parametrize("verb", ["graph", "launch"])

@@ -88,9 +88,9 @@ def test_a_run_of_a_script_needs_its_target(command: Command, brief_command: Com
     record |= {"started": 1.0, "ended": 2.0, "control": "", "socket_dir": ""}
     (folder / "by_script" / "run.json").write_text(json.dumps(record))
     refused = brief_command("launch", "--resume=by_script")
-    assert refused.returncode == 2 and "say TARGET" in refused.stderr
+    assert refused.returncode == 2 and "TARGET" in refused.stderr
     done = command("launch", "train.py", "--resume=by_script", "--mode=thread")
     assert done.returncode == 0
     (said,) = done.stderr.splitlines()
-    assert said.startswith("no checkpoint: begins at step 0")
+    assert said.startswith("starting at step 0")
     assert brief_command("launch", "--resume=no_run").returncode == 2

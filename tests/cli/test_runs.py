@@ -302,7 +302,7 @@ def test_thread_mode_has_no_log_files_and_says_so(start: Start, brief_command: C
     start("launch", "waiting.py", "--mode=thread").pids(2)
     done = brief_command("logs")
     assert done.returncode == 2
-    assert done.stderr.endswith("nodes print to the launcher's own output: no log files\n")
+    assert "thread mode" in done.stderr
 
 
 def test_of_several_runs_one_must_be_named(start: Start, brief_command: Command) -> None:
@@ -311,10 +311,10 @@ def test_of_several_runs_one_must_be_named(start: Start, brief_command: Command)
     done = brief_command("status")
     assert done.returncode == 2
     lines = done.stderr.splitlines()
-    assert lines[0] == "lp_pipe: 2 runs of yours are live; say which:"
+    assert lines[0] == "lp_pipe: 2 runs of yours are live; name one:"
     assert [line.split()[0] for line in lines[1:]] == ["RUN", "first", "fifth"]
     assert brief_command("status", "fi").stderr.startswith(
-        "lp_pipe: 'fi' may be 2 runs; say more of the name, or a folder:\n"
+        "lp_pipe: 'fi' matches 2 runs; give more of the name, or a folder:\n"
     )
     assert brief_command("status", "frist").stderr.startswith("lp_pipe: no run 'frist'; did you mean 'first'?")
     assert brief_command("status", "fir").stdout.splitlines()[0].endswith("folder first")
@@ -358,7 +358,7 @@ def test_clean_removes_what_a_killed_run_has_left_and_nothing_else(
     record, left = dead
     other = start("launch", "waiting.py", "--run-dir=other")
     others_pids = other.pids(2)
-    assert brief_command("ps").stderr == "killed runs have left 1 more: lp_pipe clean\n"
+    assert brief_command("ps").stderr == "leftovers of killed runs: 1; remove them with: lp_pipe clean\n"
     assert f"its launcher, process {record.pid}, was killed" in brief_command("status", "out").stderr
     dry = brief_command("clean", "--dry-run").stdout
     assert dry == (
@@ -381,7 +381,7 @@ def test_a_launcher_that_hangs_is_named(in_processes: Started, brief_command: Co
     done = brief_command("status")
     assert time.monotonic() - began < 30
     assert done.returncode == 1
-    assert f"`kill -9 {in_processes.process.pid}` ends it" in done.stderr
+    assert f"`kill -9 {in_processes.process.pid}`" in done.stderr
 
 
 def test_a_run_of_another_host_is_not_judged(folder: Path, brief_command: Command) -> None:
@@ -391,7 +391,7 @@ def test_a_run_of_another_host_is_not_judged(folder: Path, brief_command: Comman
     done = brief_command("stop", "far")
     assert (done.returncode, done.stderr) == (
         2,
-        f"lp_pipe: run far is on host not-{socket.gethostname()}: ask it there\n",
+        f"lp_pipe: run far is on host not-{socket.gethostname()}: run this command there\n",
     )
 
 

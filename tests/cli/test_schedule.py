@@ -152,7 +152,7 @@ def test_all_schedules_are_compared_by_a_profile_each_with_its_own_cuts(
 
 
 WRONG = {
-    "schedule": "which schedule? Give one of 1f1b, auto, ",
+    "schedule": "give one of 1f1b, auto, ",
     "schedule 1f1b --stages 2": "--microbatches is missing: give a number, such as --microbatches 4",
     "schedule 1fb --stages 2 --microbatches 2": "no schedule '1fb': did you mean '1f1b'? There are 1f1b, ",
     "schedule Schedule1F1B --stages 2 --microbatches 2": "no schedule 'Schedule1F1B': did you mean '1f1b'?",
@@ -167,7 +167,7 @@ WRONG = {
     "schedule 1f1b --stages 2 --microbatches 2 --links -1": "links is -1.0: give seconds of at least 0",
     "schedule 1f1b --stages 2 --microbatches 2 -o x.png": "-o x.png: the file's name must end in one of .svg, ",
     "schedule 1f1b --stages 2 --microbatches 2 -o no/x.svg": "cannot write no/x.svg: No such file or directory",
-    "schedule 1f1b --stages 2 --microbatches 2 --json": "--json is for --compare; ",
+    "schedule 1f1b --stages 2 --microbatches 2 --json": "--json needs --compare; ",
     "schedule --compare --stages 2 --microbatches 2 -o x.svg": "-o x.svg: with --compare the file's name must ",
     "schedule no.csv": "cannot read no.csv: ",
     "schedule wrong.csv": "wrong.csv: line 1, cell 1: 'hello' is not an action: ",

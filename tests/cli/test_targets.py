@@ -74,7 +74,7 @@ def test_a_file_that_is_not_python_is_refused(name: str, brief_command: Command,
     done = brief_command("graph", f"./{name}")
     assert (done.returncode, done.stderr) == (
         2,
-        f"lp_pipe: {name} is no Python file: its name does not end in .py\n",
+        f"lp_pipe: {name} is no Python file: its name must end in .py\n",
     )
 
 
@@ -150,7 +150,7 @@ def test_a_target_that_answers_its_flags_ends_the_command_with_its_status(brief_
 
 GUARDED = "if __name__ == '__main__':\n    train = 1\n"
 MADE_BELOW_MAIN = (
-    'what is below `if __name__ == "__main__":` does not run here: make the program above it, or in a function'
+    'code below `if __name__ == "__main__":` does not run here: make the program above it, or in a function'
 )
 
 

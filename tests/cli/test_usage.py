@@ -73,7 +73,7 @@ WRONG = {
     "launch demo.py -- --stages=0": (
         "demo.py: flag --stages=0: 0 is not a positive integer; `-- --help` lists the program's flags"
     ),
-    "launch demo.py --run-dir=": "--run-dir= names no folder: `--run-dir=.` is this one",  # it was this one
+    "launch demo.py --run-dir=": "--run-dir is empty: for the current folder write --run-dir=.",  # it was this one
     "--json launch demo.py": (
         "--json stands before the command: options come behind it, as in lp_pipe launch TARGET --json"
     ),

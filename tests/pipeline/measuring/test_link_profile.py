@@ -78,7 +78,7 @@ def test_links_of_hosts_are_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_host_without_devices_is_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--links", "--devices-per-host=0"]) == 2
-    assert "--devices-per-host=0: a host has at least 1" in capsys.readouterr().err
+    assert "--devices-per-host must be at least 1, got 0" in capsys.readouterr().err
 
 
 def test_a_profile_needs_a_target_or_links(capsys: pytest.CaptureFixture[str]) -> None:
