@@ -1,1 +1,1 @@
-"""Ready-made programs: each module is a function that makes a Program, and a target of `lp_pipe launch`."""
+"""Ready-made programs. Each module has a function that makes a Program, and is a target of `lp_pipe launch`."""

@@ -1,4 +1,4 @@
-"""All shards of a parameter server as one: calls that reach each of them, and their states of one version."""
+"""All shards of a parameter server together: calls to each of them, and their states of one version."""
 
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ from lp_pipe.programs.parameter_shards import ShardState, StaleGeneration, Vecto
 
 
 def all_of(servers: Sequence[lp.CourierClient], method: str, *args: Any) -> list[Any]:
-    """The method's results of all servers, which are called at the same time.
+    """Call a method of all servers at the same time and return the results.
 
     Raises:
         StaleGeneration: as `results_of`.
@@ -23,10 +23,10 @@ def all_of(servers: Sequence[lp.CourierClient], method: str, *args: Any) -> list
 
 
 def results_of(calls: "Iterable[Future[Any]]") -> list[Any]:
-    """What the servers answer.
+    """Wait for the calls and return their results.
 
     Raises:
-        StaleGeneration: one of them says so, or has died.
+        StaleGeneration: a server raised it, or has died.
     """
     try:
         return [call.result() for call in list(calls)]
@@ -35,9 +35,9 @@ def results_of(calls: "Iterable[Future[Any]]") -> list[Any]:
 
 
 class Parameters:
-    """All servers' states of one version, as a part of checkpoints; none before `go_back`.
+    """The states of all servers at one version, as a part of checkpoints. Empty before `go_back`.
 
-    initial: makes the whole parameters of version 0. mode: of the servers.
+    initial: returns all parameters of version 0. mode: the servers' mode, "sync" or "async".
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Parameters:
         return self.states[0].snapshot.version
 
     def go_back(self, checkpoints: Checkpoints) -> None:
-        """Open all servers at the newest checkpoint, or at the beginning, under a new generation.
+        """Start a new generation: open all servers with the newest checkpoint, or with the initial parameters.
 
         Raises:
-            StaleGeneration: one of them has died meanwhile; try again.
+            StaleGeneration: a server has died meanwhile; try again.
         """
         checkpoints.wait_until_written()
         if checkpoints.restore() is None:
@@ -69,13 +69,13 @@ class Parameters:
         results_of([server.futures.open(self._generation, state) for server, state in pairs])
 
     def take(self, version: int) -> None:
-        """Wait for it.
+        """Wait until all servers have reached `version`, and take their states.
 
         Raises:
             StaleGeneration: a server has died, or the program stops.
         """
         calls = [server.futures.take(self._generation, version) for server in self._servers]
-        # Where one has died, the others wait for a version that never comes.
+        # If a server has died, the others wait for a version that they never reach.
         ended, _ = wait(calls, return_when=FIRST_EXCEPTION)
         results_of(ended)
         self.states = results_of(calls)
@@ -90,20 +90,21 @@ class Parameters:
         return self.states
 
     def load_state_dict(self, states: list[ShardState]) -> None:
-        """
+        """Take the states of a checkpoint.
+
         Raises:
-            CheckpointError: another program wrote it: versions, and who waits for whom, would mean something else.
+            CheckpointError: a program with another mode or other numbers wrote it: its versions mean something else.
         """
         workers, version = len(states[0].updates), states[0].snapshot.version
         self._check("num_servers", len(states), len(self._servers))
         self._check("num_workers", workers, self._num_workers)
-        if workers > 1 and version:  # else the modes count alike
+        if workers > 1 and version:  # otherwise both modes count versions alike
             self._check("mode", "async" if sum(states[0].updates) == version else "sync", self._mode)
         self.states = states
 
     def _check(self, what: str, found: object, given: object) -> None:
         if found != given:
             raise CheckpointError(
-                f"the checkpoint is of a program with {what}={found!r}, this one has {given!r}: resume it with "
-                f"{what}={found!r}"
+                f"the checkpoint is of a program with {what}={found!r}, but this program has {given!r}: resume it "
+                f"with {what}={found!r}"
             )

@@ -10,7 +10,7 @@ _EVALUATION_SEED = 10**6
 
 
 class CartPole:
-    """Keep the pole up, for 500 steps at most; the return is the number of steps."""
+    """The problem of keeping the pole up for at most 500 steps; the return is the number of steps."""
 
     def __init__(self, num_hidden: int = 8, num_evaluation_episodes: int = 100) -> None:
         self._num_hidden = num_hidden
@@ -26,7 +26,7 @@ class CartPole:
         return self._play(parameters, int(np.random.default_rng(seed).integers(2**31)))
 
     def evaluate(self, parameters: Vector) -> float:
-        """The mean return of episodes that are the same at every call."""
+        """Return the mean return of a fixed set of episodes."""
         episodes = range(self._num_evaluation_episodes)
         return float(np.mean([self._play(parameters, _EVALUATION_SEED + episode) for episode in episodes]))
 

@@ -1,4 +1,4 @@
-"""What a user's training task gives, checked where it is given: a server would wait for ever for what fits."""
+"""Check the values that a user's training task returns: a server would wait forever for a gradient that fits."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,22 +10,25 @@ Vector = NDArray[np.float64]
 
 
 class TrainingTask(Protocol):
-    """What is trained; goes to all nodes, and must pickle (or be a Deferred)."""
+    """A model and its data. It is sent to all nodes, so it must be picklable (or a Deferred)."""
 
     def initial_parameters(self) -> Vector:
-        """All of them as one vector; the same at every call."""
+        """Return all parameters as one vector; the same at every call."""
 
     def gradient(self, parameters: Vector, step: int, rank: int) -> Vector:
-        """Of the batch that `step` and `rank` decide: a function of its arguments, so that it can be computed again."""
+        """Return the gradient for a batch that `step` and `rank` select.
+
+        A function of its arguments only, so that it can be computed again.
+        """
 
     def evaluate(self, parameters: Vector) -> dict[str, float]:
-        """Numbers for the display and the result, such as the test accuracy."""
+        """Return numbers for the display and the result, such as the test accuracy."""
 
 
 class CheckedTask:
-    """A task, as itself, whose answers have the right shape.
+    """A wrapper of a task that checks the shapes of its results.
 
-    Raises (all methods): TypeError, which says what the task gave.
+    Raises (all methods): TypeError: the result has the wrong type or shape.
     """
 
     def __init__(self, task: TrainingTask) -> None:
@@ -35,7 +38,7 @@ class CheckedTask:
         given = self._task.initial_parameters()
         found = _as_array(given)
         if found is None or found.ndim == 0:
-            raise TypeError(f"parameter_server: initial_parameters() gave {_kind(given)}; one vector is needed")
+            raise TypeError(f"parameter_server: initial_parameters() gave {_kind(given)}, but must return one vector")
         return found
 
     def gradient(self, parameters: Vector, step: int, rank: int) -> Vector:
@@ -43,20 +46,20 @@ class CheckedTask:
         found = _as_array(given)
         if found is None or found.shape != parameters.shape:
             raise TypeError(
-                f"parameter_server: gradient() of step {step}, rank {rank}, gave {_kind(given)}; the parameters are "
-                f"of shape {parameters.shape}"
+                f"parameter_server: gradient() of step {step}, rank {rank}, gave {_kind(given)}, but must return an "
+                f"array of the parameters' shape {parameters.shape}"
             )
         return found
 
     def evaluate(self, parameters: Vector) -> dict[str, float]:
         given = self._task.evaluate(parameters)
         if not isinstance(given, Mapping):
-            raise TypeError(f"parameter_server: evaluate() gave {_kind(given)}; a dict of numbers is needed")
+            raise TypeError(f"parameter_server: evaluate() gave {_kind(given)}, but must return a dict of numbers")
         return dict(given)
 
 
 def _as_array(given: Any) -> Vector | None:
-    """None for what holds no numbers."""
+    """Return the value as an array; None if it holds no numbers."""
     found = np.asarray(given)
     return found if found.dtype.kind in "fiub" else None
 

@@ -30,7 +30,7 @@ class Digits:
     batch_size: int = 32
 
     def initial_parameters(self) -> Vector:
-        """Hidden weights and biases, then output weights and biases."""
+        """Return hidden weights and biases, then output weights and biases, in one vector."""
         rng = np.random.default_rng(self.seed)
         num_pixels = self.train_images.shape[1]
         hidden_PH = rng.normal(0, np.sqrt(2 / num_pixels), (num_pixels, self.num_hidden))
@@ -39,7 +39,7 @@ class Digits:
         return np.concatenate([part.ravel() for part in parts])
 
     def gradient(self, parameters: Vector, step: int, rank: int) -> Vector:
-        """Of the mean cross entropy of a batch that seed, step and rank decide."""
+        """Return the gradient of the mean cross entropy of a batch that seed, step and rank select."""
         rng = np.random.default_rng((self.seed, step, rank))
         batch = rng.choice(len(self.train_labels), self.batch_size, replace=False)
         images_BP, labels_B = self.train_images[batch], self.train_labels[batch]
@@ -53,7 +53,7 @@ class Digits:
         return np.concatenate([part.ravel() for part in parts])
 
     def evaluate(self, parameters: Vector) -> dict[str, float]:
-        """Accuracy and mean cross entropy on the images that no gradient has seen."""
+        """Return the accuracy and mean cross entropy on the test images."""
         _, scores_BC = self._forward(parameters, self.test_images)
         accuracy = (scores_BC.argmax(1) == self.test_labels).mean()
         probabilities_B = _softmax(scores_BC)[np.arange(len(self.test_labels)), self.test_labels]
@@ -72,10 +72,10 @@ class Digits:
 
 
 def load_digits(seed: int = 0) -> Digits:
-    """The data set that comes with scikit-learn; which images are for testing is the same for every seed.
+    """Load the data set that comes with scikit-learn; the test images are the same for every seed.
 
     Raises:
-        ModuleNotFoundError: says what to install.
+        ModuleNotFoundError: scikit-learn is missing; the message says what to install.
     """
     data = require("sklearn.datasets", "scikit-learn").load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))

@@ -5,10 +5,10 @@
                   +--- try_out(iteration, pairs, past returns) ---> workers/0
     learner ------+--- try_out(iteration, pairs, past returns) ---> workers/1      <--- returns, fingerprint
 
-Perturbation i of an iteration follows from (seed, iteration, i): whoever knows the returns of all iterations so far can
-make every noise vector again, and computes the same parameters to the last bit. No parameter is ever sent.
-Source: Salimans et al., "Evolution Strategies as a Scalable Alternative to Reinforcement Learning" (2017): algorithm 2;
-antithetic sampling and rank shaping as in its section 2.
+Perturbation i of an iteration follows from (seed, iteration, i). So a worker that knows the returns of all iterations
+so far can generate every noise vector again, and computes the same parameters to the last bit. No parameter is ever
+sent. Source: Salimans et al., "Evolution Strategies as a Scalable Alternative to Reinforcement Learning" (2017):
+algorithm 2; antithetic sampling and rank shaping as in its section 2.
 """
 
 import functools
@@ -28,7 +28,7 @@ from lp_pipe.programs.waiting import until_the_stop
 
 @dataclass(frozen=True)
 class EvolutionResult:
-    """What came out: score is the last one of `problem.evaluate`, fingerprint the sha256 of the parameters."""
+    """The learned parameters. score: the last of `problem.evaluate`; fingerprint: the sha256 of the parameters."""
 
     parameters: Vector
     score: float
@@ -51,21 +51,21 @@ def evolution_strategies(
     evaluate_every: int = 5,
     name: str = "evolution_strategies",
 ) -> lp.Program:
-    """A program that changes parameters until the problem's `evaluate` of them reaches `target`.
+    """Return a program that changes parameters until the problem's `evaluate` reaches `target`.
 
-    make_problem: called in every node, which has a problem of its own.
+    make_problem: called in every node, to make the node's own problem.
     on_result: called once, in the learner's node.
-    iterations: give up after so many. evaluate_every: iterations between evaluations.
+    iterations: stop after so many. evaluate_every: iterations between evaluations.
 
-    The result depends on the problem and the settings only, not on the number of workers. A worker that dies starts
-    again, and computes its parameters from the returns so far.
+    The result depends only on the problem and the settings, not on the number of workers. A worker that dies is
+    restarted and computes its parameters from the returns so far.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: a number is below 1.
     """
     if min(num_workers, iterations, evaluate_every) < 1:
         numbers = f"num_workers={num_workers}, iterations={iterations}, evaluate_every={evaluate_every}"
-        raise ValueError(f"{name}: {numbers}: at least 1 is needed")
+        raise ValueError(f"{name}: each number must be at least 1, got {numbers}")
     settings = settings or Settings()
     program = lp.Program(name)
     with program.group("workers", on_failure="restart"):
@@ -79,35 +79,37 @@ def evolution_strategies(
 
 @dataclass(frozen=True)
 class Trial:
-    """A worker's answer: the returns of its pairs, and the sha256 of the parameters that it perturbed."""
+    """A worker's reply: the returns of its pairs, and the sha256 of the parameters that it perturbed."""
 
     returns: Returns
     fingerprint: str
 
 
 class Behind(RuntimeError):
-    """A worker cannot compute the parameters: it needs to know more of the past."""
+    """A worker cannot compute the parameters: it lacks returns of earlier iterations."""
 
 
 class EvolutionWorker:
-    """Keeps up with the learner's parameters by the returns that it is told, and tries out perturbations of them."""
+    """A node that follows the learner's parameters by the returns it is told, and tries out perturbations of them."""
 
     def __init__(self, make_problem: Callable[[], EvolutionProblem], settings: Settings) -> None:
         self._problem = make_problem()
         self._evolution = Evolution(self._problem.num_parameters, settings)
 
     def iteration(self) -> int:
-        """Where its parameters are; 0 when it has just been started, for the first time or again."""
+        """Return the iteration of its parameters; 0 after a start or restart."""
         return self._evolution.iteration
 
     def try_out(self, first_iteration: int, past: Sequence[Returns], pairs: range) -> Trial:
-        """Catch up with the returns of iterations from `first_iteration` on, then try out these pairs of the next.
+        """Apply the returns of the iterations from `first_iteration` on, then try out these pairs of the next one.
 
         Raises:
-            Behind: it has been started again, and lacks earlier returns.
+            Behind: this worker was restarted and lacks earlier returns.
         """
         if self._evolution.iteration < first_iteration:
-            raise Behind(f"has iteration {self._evolution.iteration}, is told of {first_iteration} and later")
+            raise Behind(
+                f"this worker has iteration {self._evolution.iteration}, but got returns from {first_iteration} on"
+            )
         for returns in past[self._evolution.iteration - first_iteration :]:
             self._evolution.update(returns)
         returns = [self._evolution.try_pair(self._problem, pair) for pair in pairs]
@@ -116,7 +118,7 @@ class EvolutionWorker:
 
 @dataclass(frozen=True)
 class Stopping:
-    """When the learner is done."""
+    """The conditions under which the learner is done."""
 
     iterations: int
     target: float
@@ -124,7 +126,7 @@ class Stopping:
 
 
 class Learner:
-    """Deals out the pairs of each iteration, puts their returns together, and ends the program."""
+    """A node that distributes the pairs of each iteration, collects their returns, and ends the program."""
 
     def __init__(
         self,
@@ -187,10 +189,10 @@ class Learner:
         return call
 
     def _trial(self, rank: int, call: "Future[Trial] | None") -> Trial:
-        """The worker's answer; when it has died meanwhile it is asked again, and told all that it needs to know.
+        """Return a worker's reply; if the worker has died, ask it again after its restart, with all earlier returns.
 
-        Asking twice changes nothing: a trial is a function of seeds and returns. A node starts again a few times only,
-        then the program stops, and so does this.
+        Asking twice changes nothing: a trial is a function of seeds and returns. The loop ends because a node is
+        restarted only a few times before the program stops.
         """
         while True:
             try:
@@ -203,8 +205,8 @@ class Learner:
     def _check(self, rank: int, trial: Trial) -> None:
         if trial.fingerprint != self._evolution.fingerprint():
             raise RuntimeError(
-                f"workers/{rank} has other parameters than the learner in iteration {self._evolution.iteration}: "
-                "its machine adds differently; run all nodes on one kind of machine, with one version of numpy"
+                f"workers/{rank} has other parameters than the learner in iteration {self._evolution.iteration}, "
+                "because its machine rounds differently: run all nodes on one kind of machine and version of numpy"
             )
 
 
@@ -216,10 +218,10 @@ class EvolutionOptions:
     """Learn to balance gymnasium's CartPole-v1 with evolution strategies."""
 
     num_workers: int = option(2, "nodes that try out policies", at_least=1)
-    iterations: int = option(60, "give up after so many", at_least=1)
-    num_pairs: int = option(16, "pairs of policies tried in an iteration", at_least=1)
+    iterations: int = option(60, "iterations at most", at_least=1)
+    num_pairs: int = option(16, "pairs of policies per iteration", at_least=1)
     num_hidden: int = option(8, "hidden units of the policy; 0 makes it linear", at_least=0)
-    seed: int = option(0, "decides perturbations and episodes", at_least=0)
+    seed: int = option(0, "seed of perturbations and episodes", at_least=0)
 
 
 def print_result(result: EvolutionResult) -> None:
@@ -229,9 +231,9 @@ def print_result(result: EvolutionResult) -> None:
 
 
 def make_program() -> lp.Program:
-    """The example that the flags ask for."""
+    """Make the example with the options given by flags."""
     options = parse_options(EvolutionOptions, "lp_pipe.programs.evolution_strategies")
-    require("gymnasium", "gymnasium")  # said here, before anything is launched
+    require("gymnasium", "gymnasium")  # raises here, before anything is launched
     return evolution_strategies(
         functools.partial(CartPole, options.num_hidden),
         num_workers=options.num_workers,

@@ -1,4 +1,4 @@
-"""MapReduce: a master hands out tasks, mappers and reducers carry them out, whoever dies starts again.
+"""MapReduce: a master distributes tasks to mappers and reducers; a node that dies is restarted.
 
     lp_pipe launch lp_pipe.programs.map_reduce -- --job=inverted_index
 
@@ -7,8 +7,8 @@
         +-------- a file for each (map task, partition) in the work folder -----+
 
 Source: Dean & Ghemawat, "MapReduce: Simplified Data Processing on Large Clusters" (OSDI 2004): tasks 3.1, failures 3.3,
-granularity 3.5, partitioning 4.1, order 4.2, combiner 4.3. Our work folder plays the part of their global file system
-for intermediate files too, so that a mapper's death costs the task that it was at, and none that it has finished.
+granularity 3.5, partitioning 4.1, order 4.2, combiner 4.3. Our work folder, like their global file system, also holds
+the intermediate files: a mapper's death costs only the task that it worked on, and no finished one.
 """
 
 import hashlib
@@ -37,8 +37,8 @@ Mapper = Callable[[Any], Iterable[tuple[Key, Value]]]
 Reducer = Callable[[Key, list[Value]], Value]
 OnResult = Callable[[list[tuple[Key, Value]]], object]
 
-_TASKS_PER_MAPPER = 8  # many more tasks than mappers (3.5): the load balances itself, and a death costs little
-_WANTED = "(key, value) pairs are needed, yielded one by one or returned in a list"
+_TASKS_PER_MAPPER = 8  # many more tasks than mappers (3.5): this balances the load, and a death costs little
+_WANTED = "it must yield (key, value) pairs, or return a list of them"
 
 
 def map_reduce(
@@ -54,25 +54,26 @@ def map_reduce(
     work_folder: Path | None = None,
     name: str = "map_reduce",
 ) -> lp.Program:
-    """A program that computes `reducer(key, values)` for every key of the pairs that `mapper` yields.
+    """Return a program that computes `reducer(key, values)` for every key of the pairs that `mapper` yields.
 
-    mapper: from one input to (key, value) pairs. Keys are str, bytes, int, or tuples of these.
-    reducer: gets the values of a key in the order of the inputs, and as the mapper yielded them.
-    combiner: the same for the values that one map task has for a key, before they travel; the reducer gets its results.
+    mapper: yields (key, value) pairs for one input. Keys are str, bytes, int, or tuples of these.
+    reducer: gets the values of a key in the order of the inputs and of the mapper's pairs.
+    combiner: a reducer for the values of one key within a map task, applied before they are sent; the reducer gets its
+        results.
     on_result: called once in the master's node with all (key, result) pairs in the order of the keys.
     num_tasks: map tasks that the inputs are split into; default: 8 for each mapper.
-    work_folder: where all nodes see the folder of intermediate files; default: the run's folder. It is removed once the
-        result is delivered, and stays when the program fails or is stopped before.
+    work_folder: a folder that all nodes share, for the folder of intermediate files; default: the run's folder. The
+        files are removed once the result is delivered, and kept if the program fails or is stopped before.
 
-    mapper, reducer and combiner may run more than once on the same input, when a node dies; each task's output counts
-    once. They must be functions of their arguments for the result not to depend on it.
+    When a node dies, mapper, reducer and combiner may run again on the same input, but each task's output counts once.
+    The result does not depend on that if they are functions of their arguments.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: a number is below 1.
     """
     if min(num_mappers, num_reducers, 1 if num_tasks is None else num_tasks) < 1:
         numbers = f"num_mappers={num_mappers}, num_reducers={num_reducers}, num_tasks={num_tasks}"
-        raise ValueError(f"{name}: {numbers}: at least 1 is needed")
+        raise ValueError(f"{name}: each number must be at least 1, got {numbers}")
     job = Job(mapper, reducer, combiner, num_reducers)
     splits = _split(inputs, num_tasks or _TASKS_PER_MAPPER * num_mappers)
     program = lp.Program(name)
@@ -85,7 +86,7 @@ def map_reduce(
 
 
 def _split(inputs: Sequence[Any], num_tasks: int) -> list[Sequence[Any]]:
-    """Consecutive, about equal parts, none empty."""
+    """Split the inputs into consecutive parts of about equal size, none of them empty."""
     num_tasks = min(num_tasks, len(inputs))
     bounds = [len(inputs) * task // num_tasks for task in range(num_tasks + 1)] if num_tasks else [0]
     return [inputs[begin:end] for begin, end in pairwise(bounds)]
@@ -93,7 +94,7 @@ def _split(inputs: Sequence[Any], num_tasks: int) -> list[Sequence[Any]]:
 
 @dataclass(frozen=True)
 class Job:
-    """The user's functions, and what a task of either kind does with them."""
+    """The user's functions, and the work of a map or reduce task with them."""
 
     mapper: Mapper
     reducer: Reducer
@@ -101,7 +102,7 @@ class Job:
     num_reducers: int
 
     def map(self, inputs: Sequence[Any], prefix: Path) -> list[Path]:
-        """Write one file for each partition: its keys with their values."""
+        """Write a file with keys and values for each partition."""
         groups = _grouped(pair for record in inputs for pair in self._pairs_of(record))
         partitions: list[dict[Key, list[Value]]] = [{} for _ in range(self.num_reducers)]
         for key, values in groups.items():
@@ -110,7 +111,7 @@ class Job:
         return [_write(Path(f"{prefix}.{index}"), partition) for index, partition in enumerate(partitions)]
 
     def reduce(self, paths: Sequence[Path], prefix: Path) -> list[Path]:
-        """Write one file: the partition's keys in order, with their results. `paths` in the order of the map tasks."""
+        """Write a file with the partition's keys, in order, and their results; `paths` in the order of map tasks."""
         groups: dict[Key, list[Value]] = defaultdict(list)
         for path in paths:
             for key, values in _read(path).items():
@@ -130,7 +131,7 @@ class Job:
 
 
 class MapReduceWorker:
-    """A mapper or a reducer: does one task after another until there are no more of its kind."""
+    """A mapper or a reducer, which does one task after another until there are no more of its kind."""
 
     def __init__(self, master: lp.CourierClient, kind: str, job: Job) -> None:
         self._master = master
@@ -144,7 +145,7 @@ class MapReduceWorker:
     def _work_off(self) -> None:
         worker: WorkerId = self._master.register(self._kind, lp.context().index)
         while (task := self._next_task(worker)) is not None:
-            # Nobody else ever writes under this name, so a half-written file of a dead worker is never read.
+            # Each incarnation of a worker has its own file names, so a half-written file of a dead one is never read.
             prefix = task.folder / f"{worker.kind}-{task.index}-by-{worker.index}-{worker.incarnation}"
             self._master.commit(worker, task.index, self._work(task.inputs, prefix))
 
@@ -154,7 +155,7 @@ class MapReduceWorker:
 
 
 class MergingMaster(Master):
-    """The master of a whole program: waits for the last reduce task, delivers the result, ends the program."""
+    """A master that waits for the last reduce task, delivers the result, and ends the program."""
 
     def __init__(
         self, splits: Sequence[Sequence[Any]], num_reducers: int, folder: Path | None, on_result: OnResult
@@ -166,7 +167,7 @@ class MergingMaster(Master):
     def run(self) -> None:
         outputs = self.wait_for_outputs()
         if outputs is None:
-            return  # the program stops before its end
+            return  # the program was stopped before it was done
         in_order = heapq.merge(*(_read(path) for path in outputs), key=lambda pair: order_of(pair[0]))
         user_code.call(self._on_result, list(in_order))
         shutil.rmtree(self._folder)
@@ -182,8 +183,8 @@ def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
 
 def _write(path: Path, content: object) -> Path:
     try:
-        path.write_bytes(codec.dumps(content))  # classes of __main__ travel by value, as in calls
-    except OSError as error:  # a full disk, which does not say where it is
+        path.write_bytes(codec.dumps(content))  # sends classes of __main__ by value, as calls do
+    except OSError as error:  # add the path, which the error of a full disk lacks
         raise OSError(error.errno, error.strerror, str(path)) from error
     return path
 
@@ -198,15 +199,15 @@ def partition_of(key: Any, num_partitions: int) -> int:
 
 
 def order_of(key: Any) -> tuple[str, Any]:
-    """What to sort keys by: their own order, bytes before ints before strs before tuples, also inside of tuples."""
+    """Return a sort key: bytes before ints before strs before tuples, also inside tuples; else the key's own order."""
     return type(key).__name__, tuple(map(order_of, key)) if type(key) is tuple else key
 
 
 def check_key(key: Any) -> None:
-    """Before it is a dict's key, where 1, 1.0 and True are one.
+    """Check a key's type, before it becomes a dict's key, where 1, 1.0 and True are equal.
 
     Raises:
-        TypeError: the key is not a str, bytes, int or tuple of these: equal keys might print differently.
+        TypeError: the key is not a str, bytes, int or tuple of these; equal keys of other types may hash differently.
     """
     _check(key, key)
 
@@ -217,8 +218,8 @@ def _check(part: Any, key: Any) -> None:
             _check(item, key)
     elif type(part) not in (str, bytes, int):
         raise TypeError(
-            f"map_reduce key {key!r}: {part!r} is of type {type(part).__name__}, but keys are str, bytes, int "
-            "or tuples of these; let the mapper convert it"
+            f"map_reduce key {key!r}: {part!r} is of type {type(part).__name__}, but keys must be str, bytes, int or "
+            "tuples of these: let the mapper convert it"
         )
 
 
@@ -232,10 +233,10 @@ _SHOWN = 10
 class MapReduceOptions:
     """Count the words of the standard library's sources, or index the files that they are in."""
 
-    job: str = option("word_count", "what to compute", choices=("word_count", "inverted_index"))
+    job: str = option("word_count", "the result to compute", choices=("word_count", "inverted_index"))
     num_mappers: int = option(2, "nodes that read files", at_least=1)
-    num_reducers: int = option(2, "nodes that put results together", at_least=1)
-    files: int = option(600, "how many source files", at_least=1)
+    num_reducers: int = option(2, "nodes that combine results", at_least=1)
+    files: int = option(600, "number of source files", at_least=1)
 
 
 def words_of(path: Path) -> list[str]:
@@ -285,7 +286,7 @@ def _save(lines: Iterable[str]) -> None:
 def word_count(
     paths: Sequence[Path], num_mappers: int, num_reducers: int, on_result: OnResult = print_counts
 ) -> lp.Program:
-    """How often each word is in the files; counted by map task before anything travels."""
+    """Return a program that counts each word in the files; a combiner counts within each map task."""
     return map_reduce(
         paths, count_words, add_up, num_mappers, num_reducers, add_up, on_result=on_result, name="word_count"
     )
@@ -294,14 +295,14 @@ def word_count(
 def inverted_index(
     paths: Sequence[Path], num_mappers: int, num_reducers: int, on_result: OnResult = print_index
 ) -> lp.Program:
-    """The names of the files that each word is in."""
+    """Return a program that lists the files that contain each word."""
     return map_reduce(
         paths, index_words, sort_names, num_mappers, num_reducers, on_result=on_result, name="inverted_index"
     )
 
 
 def make_program() -> lp.Program:
-    """The example that the flags ask for."""
+    """Make the example with the options given by flags."""
     options = parse_options(MapReduceOptions, "lp_pipe.programs.map_reduce")
     make = {"word_count": word_count, "inverted_index": inverted_index}[options.job]
     return make(standard_library(options.files), options.num_mappers, options.num_reducers)

@@ -1,4 +1,4 @@
-"""The master of a MapReduce: which tasks are idle, leased to whom, or committed (Dean & Ghemawat 2004, 3.2)."""
+"""The master of a MapReduce, which tracks idle, leased and committed tasks (Dean & Ghemawat 2004, 3.2)."""
 
 import threading
 from collections import deque
@@ -15,7 +15,7 @@ MAP, REDUCE = "mappers", "reducers"
 
 @dataclass(frozen=True)
 class MapReduceTask:
-    """What a worker is to do: map these inputs, or reduce these files."""
+    """A task for a worker: map these inputs, or reduce these files."""
 
     index: int
     inputs: Sequence[Any]
@@ -24,7 +24,7 @@ class MapReduceTask:
 
 @dataclass(frozen=True)
 class WorkerId:
-    """One start of the node kind/index: a later start of it has a higher incarnation."""
+    """A worker after one start of the node kind/index; a later start has a higher incarnation."""
 
     kind: str
     index: int
@@ -32,11 +32,11 @@ class WorkerId:
 
 
 class StaleWorker(RuntimeError):
-    """The caller's place has been taken by a later start of the same node."""
+    """The caller was replaced by a later start of the same node."""
 
 
 class Phase:
-    """The tasks of one kind. A task is idle, leased to one worker, or committed, for good."""
+    """The tasks of one kind. A task is idle, leased to one worker, or committed, which is final."""
 
     def __init__(self, inputs: Sequence[Sequence[Any]], folder: Path) -> None:
         self._tasks = [MapReduceTask(index, part, folder) for index, part in enumerate(inputs)]
@@ -45,14 +45,14 @@ class Phase:
         self._outputs: dict[int, list[Path]] = {}
 
     def lease(self, worker: int) -> MapReduceTask | None:
-        """An idle task, if there is one."""
+        """Lease an idle task to the worker and return it; None if there is none."""
         if not self._idle:
             return None
         self._leases[worker] = self._idle.popleft()
         return self._leases[worker]
 
     def release(self, worker: int) -> None:
-        """The worker has died: what it had leased is idle again (3.3)."""
+        """Make the task of a dead worker idle again (3.3)."""
         task = self._leases.pop(worker, None)
         if task is not None:
             self._idle.appendleft(task)
@@ -71,19 +71,19 @@ class Phase:
         return len(self._outputs) == len(self._tasks)
 
     def outputs(self) -> list[list[Path]]:
-        """By task; all must be committed."""
+        """Return the outputs by task; all tasks must be committed."""
         return [self._outputs[task.index] for task in self._tasks]
 
 
 class Master:
-    """Hands tasks to workers: each map task once, then each reduce task once, again only when a worker died.
+    """A server that gives each map task, then each reduce task, to one worker; to another one only if that dies.
 
-    A commit is a single message that names files which are complete: a worker that dies before it has done nothing, one
-    that dies after it has done everything. Leases belong to one incarnation of a worker: when a node starts again it
-    registers, and gets its predecessor's task back into the queue. No lease runs out by time: a dead worker is always
-    started again, or the program ends.
+    A commit is one message that names complete files: a worker that dies before it has done nothing, a worker that dies
+    after it has done everything. A lease belongs to one incarnation of a worker: a restarted node registers, which puts
+    its predecessor's task back into the queue. Leases have no timeout, because a dead worker is always restarted, or
+    the program ends.
 
-    All handlers run in the server's event loop, so nothing here needs a lock, and waiting workers pin no thread.
+    All handlers run in the server's event loop: no lock is needed, and waiting workers occupy no thread.
     """
 
     def __init__(self, splits: Sequence[Sequence[Any]], num_reducers: int, folder: Path) -> None:
@@ -97,7 +97,7 @@ class Master:
         self._begin_to_reduce_if_mapped()
 
     async def register(self, kind: str, index: int) -> WorkerId:
-        """A worker has started (again); what this returns goes with each of its calls."""
+        """Register a worker after each start; the worker passes the returned id to all other methods."""
         worker = WorkerId(kind, index, self._incarnations.get((kind, index), 0) + 1)
         self._incarnations[kind, index] = worker.incarnation
         if kind in self._phases:
@@ -106,11 +106,11 @@ class Master:
         return worker
 
     async def next_task(self, worker: WorkerId) -> MapReduceTask | None:
-        """Wait for a task of the worker's kind; None when all are committed, or when the program stops."""
+        """Wait for a task of the worker's kind; return None when all are committed, or the program stops."""
         is_up = True
         while is_up:
             self._check(worker)
-            phase = self._phases.get(worker.kind)  # there are no reduce tasks before everything is mapped
+            phase = self._phases.get(worker.kind)  # there are no reduce tasks before all map tasks are committed
             task = None if phase is None else phase.lease(worker.index)
             if task is not None or (phase is not None and phase.is_done):
                 return task
@@ -118,7 +118,7 @@ class Master:
         return None
 
     async def commit(self, worker: WorkerId, task_index: int, outputs: list[Path]) -> None:
-        """A task is done, and its outputs are complete."""
+        """Mark a task as done; its outputs must be complete."""
         self._check(worker)
         self._phases[worker.kind].commit(worker.index, task_index, outputs)
         self._begin_to_reduce_if_mapped()
@@ -126,7 +126,7 @@ class Master:
         self._changes.notify()
 
     def wait_for_outputs(self) -> list[Path] | None:
-        """The reducers' files, by partition; None when the program stops before they are there."""
+        """Wait for the reducers' files and return them by partition; None if the program stops before."""
         lp.register_stop_handler(self._is_done.set)
         self._is_done.wait()
         reducing = self._phases.get(REDUCE)
@@ -148,4 +148,4 @@ class Master:
 
     def _check(self, worker: WorkerId) -> None:
         if self._incarnations.get((worker.kind, worker.index)) != worker.incarnation:
-            raise StaleWorker(f"{worker} has been started again since, and its task given away")
+            raise StaleWorker(f"{worker} was restarted since, and its task was given to another worker")

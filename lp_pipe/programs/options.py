@@ -1,4 +1,4 @@
-"""What a ready-made program takes on the command line: the fields of a dataclass, as flags."""
+"""Flags of the ready-made programs: the fields of a dataclass."""
 
 import argparse
 import dataclasses
@@ -11,14 +11,14 @@ OptionsT = TypeVar("OptionsT")
 
 
 def option(default: Any, help: str, *, choices: Sequence[str] | None = None, at_least: int | None = None) -> Any:
-    """A field of an options dataclass; its default's type is the flag's type."""
+    """Return a field of an options dataclass; the type of its default is the flag's type."""
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "at_least": at_least})
 
 
 def parse_options(options: type[OptionsT], program: str) -> OptionsT:
     """Read the flags after `--`, which `lp_pipe launch` puts into sys.argv.
 
-    Ends the process with status 2 and one line on a wrong flag, with 0 and a list on --help.
+    A wrong flag ends the process with status 2 and an error message, --help with status 0 and a list of flags.
     """
     parser = argparse.ArgumentParser(
         prog=f"lp_pipe launch {program} --",
@@ -42,7 +42,7 @@ def _reader(kind: type, at_least: int | None) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         value = kind(text)
         if at_least is not None and value < at_least:
-            raise argparse.ArgumentTypeError(f"{text} is below {at_least}")
+            raise argparse.ArgumentTypeError(f"{text} is below {at_least}, the minimum")
         return value
 
     read.__name__ = kind.__name__  # argparse says "invalid int value: 'x'"
@@ -50,15 +50,15 @@ def _reader(kind: type, at_least: int | None) -> Callable[[str], Any]:
 
 
 def require(module: str, package: str) -> ModuleType:
-    """Import what only an example needs.
+    """Import a module that only an example needs.
 
     Raises:
-        ModuleNotFoundError: says what to install.
+        ModuleNotFoundError: the module is missing; the message says what to install.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
-            raise  # it is there, and misses something of its own
+            raise  # the module is installed, but one of its own imports is missing
         message = f"this program needs {package}: pip install 'lp_pipe[examples]', or pip install {package}"
         raise ModuleNotFoundError(message, name=error.name) from error

@@ -5,15 +5,15 @@
     workers/0 --- push(gradient) ---> servers/0, first part of the parameters <--- take(version) ---+
     workers/1 --- push(gradient) ---> servers/1, second part, ...             <---------------------+--- evaluator
 
-"sync": a step takes one gradient from each worker, summed in the order of the ranks: the same parameters to the last
-bit however long anybody takes. "async": each gradient is applied as it comes, to parameters that may have moved on
-since they were read; the later it is (its staleness), the less it counts. In both, each gradient is applied once, also
-when something dies and starts again.
+"sync": a step takes one gradient from each worker and sums them in rank order, so the parameters are the same to the
+last bit, independent of timing. "async": each gradient is applied when it arrives, to parameters that may have changed
+since they were read; the more they have changed (its staleness), the less the gradient counts. In both modes each
+gradient is applied once, also when a node dies and is restarted.
 
-A worker that has died asks the servers where it was. The evaluator saves a checkpoint whenever it looks at the
-parameters; when a server or itself has died it takes all servers back to the newest one, and the workers follow: "sync"
-ends with the same bits, and in "async", too, each step of each worker is applied once on every server. So it does after
-`lp_pipe launch … --resume=RUN`, when the whole program was stopped or has crashed.
+A restarted worker asks the servers for its step. The evaluator saves a checkpoint at each evaluation. When a server or
+the evaluator has died, the evaluator takes all servers back to the newest checkpoint, and the workers follow. "sync"
+then ends with the same bits; in "async", too, each step of each worker is applied once on every server. The same holds
+after `lp_pipe launch … --resume=RUN`, when the whole program was stopped or has crashed.
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014), 3.4 and 5.1.
 """
 
@@ -38,14 +38,15 @@ from lp_pipe.programs.parameter_shards import SHARDS, Joined, Sgd, Snapshot, Sta
 from lp_pipe.programs.waiting import until_the_stop
 
 _log = logging.getLogger(__name__)
-_PAUSE_S = 0.02  # before another try: a peer that is gone for good makes each try short
+_PAUSE_S = 0.02  # between tries, which fail at once if a peer is gone
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What came out.
+    """The trained parameters and statistics.
 
-    updates: gradients of each worker that were applied, on every shard; repeated: those refused because they had been.
+    updates: per shard, the number of applied gradients of each worker. repeated: gradients that were refused because
+    they had been applied before.
     mean_staleness, max_staleness: updates between reading the parameters and changing them (0 in sync mode).
     """
 
@@ -76,24 +77,24 @@ def parameter_server(
     evaluations: int = 10,
     name: str = "parameter_server",
 ) -> lp.Program:
-    """A program in which every worker computes `steps` gradients of `task`, and servers apply them.
+    """Return a program in which every worker computes `steps` gradients of `task`, and servers apply them.
 
     mode: "sync" or "async", see above.
     num_servers: shards of the parameters; the result in sync mode does not depend on it.
-    on_result: called in the evaluator's node after the last update; once, if the evaluator does not die just then.
-    evaluations: how often the evaluator looks at the parameters on the way, and saves them, the last time included.
+    on_result: called in the evaluator's node after the last update; once, unless the evaluator dies at that moment.
+    evaluations: how often the evaluator evaluates and saves the parameters, including the end.
 
-    Whatever dies starts again in its place, and all go on; after the fourth failure of a node the program ends, and can
+    A node that dies is restarted, and training continues. After the fourth failure of a node the program ends; it can
     be resumed.
 
     Raises:
-        ValueError: unknown mode, a number below 1.
+        ValueError: the mode is unknown, or a number is below 1.
     """
     if mode not in SHARDS:
-        raise ValueError(f"{name}: unknown mode {mode!r}; known are {', '.join(SHARDS)}")
+        raise ValueError(f"{name}: unknown mode {mode!r}; it must be {' or '.join(SHARDS)}")
     if min(num_workers, steps, num_servers, evaluations) < 1:
         numbers = f"num_workers={num_workers}, steps={steps}, num_servers={num_servers}, evaluations={evaluations}"
-        raise ValueError(f"{name}: {numbers}: at least 1 is needed")
+        raise ValueError(f"{name}: each number must be at least 1, got {numbers}")
     program = lp.Program(name)
     num_versions = steps if mode == "sync" else steps * num_workers
     cuts = sorted({num_versions * number // evaluations for number in range(1, evaluations + 1)} - {0})
@@ -110,7 +111,7 @@ def parameter_server(
 
 @until_the_stop()
 def work(task: TrainingTask, servers: Sequence[lp.CourierClient], rank: int, steps: int) -> None:
-    """Compute and push gradients, in one generation after another."""
+    """Compute and push gradients, for one generation after another; the function of a worker's node."""
     task = CheckedTask(task)
     while not lp.stop_event().is_set():
         with contextlib.suppress(StaleGeneration):
@@ -119,16 +120,16 @@ def work(task: TrainingTask, servers: Sequence[lp.CourierClient], rank: int, ste
 
 
 def _work_for_a_generation(task: TrainingTask, servers: Sequence[lp.CourierClient], rank: int, steps: int) -> None:
-    """From where this rank has come to; until the generation's end, also when all steps are done.
+    """Compute and push this rank's remaining gradients, then wait for the generation's end.
 
     Raises:
-        StaleGeneration: that is now.
+        StaleGeneration: always, when the generation ends.
     """
     joined: list[Joined] = all_of(servers, "join", rank)
     generation = joined[0].generation
     if any(one.generation != generation for one in joined):
         raise StaleGeneration("the servers are about to go back, one after another")
-    # Servers may be one step apart when a worker dies between its pushes: who has this step's gradient refuses it.
+    # Servers may be one step apart if this worker died between its pushes. A server refuses a gradient that it has.
     step = min(one.step for one in joined)
     snapshots: list[Snapshot] = all_of(servers, "pull", generation, step)
     while step < steps:
@@ -141,7 +142,7 @@ def _work_for_a_generation(task: TrainingTask, servers: Sequence[lp.CourierClien
         )
         step += 1
     over = servers[0].futures.outlive(generation)
-    wait([over])  # reports of hangs do not count this one: the others may still have much to do
+    wait([over])  # not result(): other workers may still have much to do, and a wait for a future is no hang
     results_of([over])
 
 
@@ -154,7 +155,7 @@ def watch(
     cuts: Sequence[int],
     on_result: OnResult,
 ) -> None:
-    """Begin where the newest checkpoint is; do it again whenever a server has died, and all others follow."""
+    """Start at the newest checkpoint, and again each time a server has died; the function of the evaluator's node."""
     task = CheckedTask(task)
     parameters = Parameters(servers, task.initial_parameters, num_workers, mode)
     checkpoints = Checkpoints({"parameters": parameters})
@@ -174,7 +175,7 @@ def watch(
 def _watch_a_generation(
     task: TrainingTask, parameters: Parameters, checkpoints: Checkpoints, cuts: Sequence[int], on_result: OnResult
 ) -> None:
-    """Evaluate and save as the parameters get newer; after the last update deliver the result and end the program.
+    """Evaluate and save the parameters at each cut; after the last update deliver the result and end the program.
 
     Raises:
         StaleGeneration: a server has died, or the program stops.
@@ -206,12 +207,12 @@ def _watch_a_generation(
 class ParameterServerOptions:
     """Learn scikit-learn's handwritten digits with a parameter server."""
 
-    mode: str = option("sync", "wait for all workers in every step, or for none", choices=("sync", "async"))
+    mode: str = option("sync", "whether a step waits for all workers or for none", choices=("sync", "async"))
     num_workers: int = option(2, "nodes that compute gradients", at_least=1)
     num_servers: int = option(1, "nodes that share the parameters", at_least=1)
     steps: int = option(600, "gradients of each worker", at_least=1)
-    evaluations: int = option(10, "looks at the test images on the way", at_least=1)
-    seed: int = option(0, "decides weights and batches", at_least=0)
+    evaluations: int = option(10, "evaluations on the test images", at_least=1)
+    seed: int = option(0, "seed of weights and batches", at_least=0)
 
 
 def print_result(result: TrainingResult) -> None:
@@ -222,7 +223,7 @@ def print_result(result: TrainingResult) -> None:
 
 
 def make_program() -> lp.Program:
-    """The example that the flags ask for."""
+    """Make the example with the options given by flags."""
     options = parse_options(ParameterServerOptions, "lp_pipe.programs.parameter_server")
     return parameter_server(
         load_digits(options.seed),

@@ -1,12 +1,12 @@
-"""One server's part of the parameters: takes gradients, each once, and hands out what they made of it.
+"""A server's shard of the parameters, which applies each gradient once and returns the new parameters.
 
-Handlers are async: however many workers wait for a step, they pin no thread, and no lock is needed.
+Handlers are async: waiting workers occupy no thread, and no lock is needed.
 
-A shard has no parameters of its own: the evaluator opens it with a state, under the name of a *generation*. When
-something has died the evaluator opens all shards anew, with the states of one version, under a new name; calls of the
-generation before are refused, and their callers begin again.
+A shard starts without parameters. The evaluator opens it with a state and the name of a *generation*. When a node has
+died, the evaluator opens all shards again, with the states of one version and a new name. Calls for an older generation
+are refused, and their callers join the new one.
 
-At some versions, agreed on beforehand, every shard keeps its state for the evaluator to take: all shards' states of one
+At the versions `cuts`, every shard keeps its state until the evaluator takes it. The states of all shards at one
 version are a consistent cut. Arrays are never changed in place, so keeping one costs memory but no copy.
 """
 
@@ -24,13 +24,13 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Sgd:
-    """Stochastic gradient descent with momentum; elementwise, so that shards compute what the whole would."""
+    """Stochastic gradient descent with momentum. It is elementwise, so shards give the same result as the whole."""
 
     learning_rate: float = 0.1
     momentum: float = 0.9
 
     def step(self, parameters: Vector, velocity: Vector, gradient: Vector) -> tuple[Vector, Vector]:
-        """The next parameters and velocity, as new arrays."""
+        """Return the next parameters and velocity, as new arrays."""
         velocity = self.momentum * velocity + gradient
         return parameters - self.learning_rate * velocity, velocity
 
@@ -46,9 +46,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class ShardState:
-    """All that a shard needs to go on from a version.
+    """The whole state of a shard at a version.
 
-    updates: gradients applied, by rank; repeated: gradients refused because they had been taken before.
+    updates: number of applied gradients by rank. repeated: gradients that were refused because they had been applied.
     """
 
     snapshot: Snapshot
@@ -60,30 +60,30 @@ class ShardState:
 
 
 def at_the_beginning(parameters: Vector, num_workers: int) -> ShardState:
-    """The state of a shard that has had no gradient."""
+    """Return the state of a shard before the first gradient."""
     return ShardState(Snapshot(0, parameters), np.zeros_like(parameters), (0,) * num_workers)
 
 
 class Joined(NamedTuple):
-    """What a worker begins with. step: how many of its gradients have been taken."""
+    """The reply to a worker that joins a generation. step: how many of its gradients have been applied."""
 
     generation: str
     step: int
 
 
 class StaleGeneration(RuntimeError):
-    """The caller's generation is over: begin again with a new one, if the program does not stop."""
+    """The caller's generation is over: join the new one, unless the program stops."""
 
 
-_MAX_CUTS = 2  # that wait to be taken; workers wait then, so that a slow evaluator costs no more memory than that
+_MAX_CUTS = 2  # states kept for a slow evaluator; workers wait while there are so many, which bounds the memory
 
 
 class Shard:
-    """What both kinds of server have in common. Workers wait until it is opened.
+    """The base of both kinds of server. Workers wait until it is opened.
 
-    cuts: versions of which the state is kept until `take` asks for it.
+    cuts: versions whose state is kept until `take` asks for it.
 
-    Raises (every call with a generation): StaleGeneration: it is over, or the program stops.
+    Raises (every call with a generation): StaleGeneration: the generation is over, or the program stops.
     """
 
     _current: Snapshot
@@ -96,9 +96,9 @@ class Shard:
         self._changes = Changes()
 
     async def open(self, generation: str, state: ShardState) -> None:
-        """Go on from there; whatever has been done or kept since is forgotten."""
+        """Continue from `state` in a new generation, and drop the current state and all kept ones."""
         self._generation = generation
-        # The last two versions: a worker that starts again may find this shard one step ahead of another.
+        # The last two versions: a restarted worker may find this shard one step ahead of another.
         self._previous = self._current = state.snapshot
         self._velocity = state.velocity
         self._updates = list(state.updates)
@@ -108,7 +108,7 @@ class Shard:
         self._changes.notify()
 
     async def join(self, rank: int) -> Joined:
-        """Wait until it is open; where this worker begins.
+        """Wait until the shard is open; return the generation and the worker's step.
 
         Raises:
             StaleGeneration: the program stops.
@@ -118,7 +118,7 @@ class Shard:
         return Joined(self._generation, self._updates[rank])
 
     async def take(self, generation: str, version: int) -> ShardState:
-        """Wait for this version, one of `cuts`, and take its state, once."""
+        """Wait for this version, one of `cuts`, and return its state, which is then no longer kept."""
         await self._until(generation, lambda: version in self._kept or version <= self._current.version)
         assert version in self._kept, f"the state of version {version} was taken, or is none of the cuts"
         state = self._kept.pop(version)
@@ -126,7 +126,7 @@ class Shard:
         return state
 
     async def outlive(self, generation: str) -> None:
-        """Wait for the generation's end, which is a StaleGeneration."""
+        """Wait for the generation's end, which raises StaleGeneration."""
         await self._until(generation, lambda: False)
 
     def _state(self) -> ShardState:
@@ -142,7 +142,7 @@ class Shard:
         self._changes.notify()
 
     async def _until_there_is_room(self, generation: str) -> None:
-        """Until the evaluator has taken enough."""
+        """Wait until fewer than `_MAX_CUTS` states are kept."""
         await self._until(generation, lambda: len(self._kept) < _MAX_CUTS)
 
     async def _until(self, generation: str, is_so: Callable[[], bool]) -> None:
@@ -160,7 +160,7 @@ class Shard:
             raise StaleGeneration(f"generation {generation} is over, now there is {self._generation or 'none yet'}")
 
     def _is_repeated(self, rank: int, step: int) -> bool:
-        """Whether the gradient has been taken, from a worker that died before it knew."""
+        """Return whether the gradient was applied before, when the worker died before it got the reply."""
         assert step <= self._updates[rank], f"worker {rank} skips from step {self._updates[rank]} to {step}"
         is_repeated = step < self._updates[rank]
         self._repeated += is_repeated
@@ -168,23 +168,23 @@ class Shard:
 
 
 class SyncShard(Shard):
-    """One update from one gradient of each worker: their mean, added up in the order of the ranks.
+    """A shard that makes one update from the mean of one gradient of each worker, summed in rank order.
 
-    Version v has taken the gradients of steps 0 to v - 1, so a step begins with the version of its own number.
+    Version v contains the gradients of steps 0 to v - 1, so step v starts from version v.
     """
 
     async def open(self, generation: str, state: ShardState) -> None:
-        """As Shard's; gradients that wait for others are forgotten, too."""
+        """Continue from `state`, and also drop gradients that wait for those of other workers."""
         self._gradients: list[Vector | None] = [None] * len(state.updates)
         await super().open(generation, state)
 
     async def pull(self, generation: str, step: int) -> Snapshot:
-        """The parameters that this step's gradients are computed from."""
+        """Return the parameters from which this step's gradients are computed."""
         self._check(generation)
         return self._at(step)
 
     async def push(self, generation: str, rank: int, step: int, version: int, gradient: Vector) -> Snapshot:
-        """Wait until all workers have pushed this step; the next one's parameters."""
+        """Wait until all workers have pushed this step; return the next step's parameters."""
         assert version == step, f"worker {rank} computed step {step} from version {version}"
         await self._until_there_is_room(generation)
         if not self._is_repeated(rank, step):
@@ -208,19 +208,19 @@ class SyncShard(Shard):
 
 
 class AsyncShard(Shard):
-    """One update from each gradient, at once, in the order in which they come.
+    """A shard that makes one update from each gradient, when it arrives.
 
-    A gradient that is s updates late counts 1/(1 + s): with full weight, a worker that was held up pushes a direction
-    that was right long ago, and training diverges. Source: Zhang et al., "Staleness-aware Async-SGD" (IJCAI 2016).
+    A gradient that is s updates late counts 1/(1 + s). With full weight, a delayed worker pushes an outdated direction,
+    and training diverges. Source: Zhang et al., "Staleness-aware Async-SGD" (IJCAI 2016).
     """
 
     async def pull(self, generation: str, step: int) -> Snapshot:
-        """The newest parameters."""
+        """Return the newest parameters."""
         self._check(generation)
         return self._current
 
     async def push(self, generation: str, rank: int, step: int, version: int, gradient: Vector) -> Snapshot:
-        """Apply the gradient, which was computed from this version; the parameters now."""
+        """Apply the gradient, which was computed from `version`; return the new parameters."""
         await self._until_there_is_room(generation)
         if not self._is_repeated(rank, step):
             staleness = self._current.version - version

@@ -1,4 +1,4 @@
-"""N producers, and one consumer which pulls from all of them with futures.
+"""N producers, and one consumer that pulls from all of them with futures.
 
     lp_pipe launch lp_pipe.programs.producers_consumer -- --num_producers=3
 
@@ -6,7 +6,7 @@
     producers/1 <--- pull() ---+--- consumer
     producers/2 <--- pull() ---+
 
-The consumer keeps a few calls to every producer outstanding: producers work ahead of it, and never further.
+The consumer keeps a few calls to every producer outstanding, which bounds how far producers work ahead of it.
 The example tokenizes the standard library's sources, a shard of the files to each producer.
 Source: Launchpad's example consumer_producers.
 """
@@ -34,22 +34,25 @@ Consume = Callable[[Iterator[Any]], object]
 def producers_consumer(
     produce: Produce, consume: Consume, num_producers: int, *, outstanding: int = 2, name: str = "producers_consumer"
 ) -> lp.Program:
-    """A program in which `consume(items)` gets what all producers yield, and whose end is the program's end.
+    """Return a program in which `consume(items)` gets what all producers yield; it ends when `consume` returns.
 
     produce: `produce(index, num_producers)`, called in producer `index`, yields its share of the items.
-    consume: gets an iterator over the items: those of one producer in its order, those of several as they come.
+    consume: gets an iterator over the items; those of one producer keep their order, those of several are interleaved
+        as they arrive.
     outstanding: calls to each producer at a time, and so how many items it is ahead of the consumer.
 
-    An exception in `produce` reaches `consume` where it takes the next item.
+    An exception in `produce` is raised in `consume` where it takes the next item.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: a number is below 1.
     """
     if num_producers < 1 or outstanding < 1:
-        raise ValueError(f"{name}: num_producers={num_producers}, outstanding={outstanding}: at least 1 is needed")
+        raise ValueError(
+            f"{name}: each number must be at least 1, got num_producers={num_producers}, outstanding={outstanding}"
+        )
     program = lp.Program(name)
     with program.group("producers"):
-        # One thread: the items are made one after another, and in the order in which they were asked for.
+        # One thread, so that items are produced one after another, in the order of the calls.
         options = {"thread_pool_size": 1}
         producers = [
             program.add_node(lp.CourierNode(Producer, produce, index, num_producers, courier_kwargs=options))
@@ -60,33 +63,33 @@ def producers_consumer(
 
 
 class Pulled(NamedTuple):
-    """One item, or the news that there are no more."""
+    """An item, or the message that there are no more."""
 
     value: Any = None
     is_end: bool = False
 
 
 class Producer:
-    """Hands out what `produce` yields, item by item."""
+    """A server that returns the items that `produce` yields."""
 
     def __init__(self, produce: Produce, index: int, num_producers: int) -> None:
         items = produce(index, num_producers)
         if not isinstance(items, Iterable):
             raise TypeError(
                 f"producers_consumer: produce({index}, {num_producers}) returned {items!r}: it must yield items, or "
-                "return some in a list"
+                "return a list of them"
             )
         self._items = iter(items)
 
     def pull(self) -> Pulled:
-        """The next item; after the last one, the end, as often as it is asked for."""
+        """Return the next item; after the last one, the end at every call."""
         for value in self._items:
             return Pulled(value)
         return Pulled(is_end=True)
 
 
 class Consumer:
-    """Calls `consume` with the items of all producers, then ends the program."""
+    """A node that calls `consume` with the items of all producers, then ends the program."""
 
     def __init__(self, producers: list[lp.CourierClient], consume: Consume, outstanding: int) -> None:
         self._producers = producers
@@ -99,14 +102,14 @@ class Consumer:
             lp.stop()
 
     def _items(self) -> Iterator[Any]:
-        # A producer's first call goes alone: it brings the connection up, on which calls then keep their order.
+        # A producer's first call is sent alone: it opens the connection, on which later calls keep their order.
         pulls = {index: deque([producer.futures.pull()]) for index, producer in enumerate(self._producers)}
         num_items = 0
         while pulls:
             for index in _whose_oldest_call_is_done(pulls):
                 pulled = pulls[index].popleft().result()
                 if pulled.is_end:
-                    del pulls[index]  # what else is outstanding there is the end again
+                    del pulls[index]  # the replies to its other outstanding calls are the end, too
                     continue
                 while len(pulls[index]) < self._outstanding:
                     pulls[index].append(self._producers[index].futures.pull())
@@ -124,7 +127,7 @@ def _whose_oldest_call_is_done(pulls: dict[int, deque[Future[Pulled]]]) -> list[
 
 
 class Tokenized(NamedTuple):
-    """What a producer found in one source file."""
+    """The statistics of one source file."""
 
     name: str
     sha256: str
@@ -134,15 +137,15 @@ class Tokenized(NamedTuple):
 
 @dataclass(frozen=True)
 class ProducersConsumerOptions:
-    """Tokenize the standard library's sources in several producers; one consumer adds their findings up."""
+    """Tokenize the standard library's sources in several producers; one consumer adds up their statistics."""
 
     num_producers: int = option(2, "nodes that read and tokenize", at_least=1)
-    outstanding: int = option(2, "calls to each of them at a time", at_least=1)
-    files: int = option(150, "how many source files", at_least=1)
+    outstanding: int = option(2, "calls to each producer at a time", at_least=1)
+    files: int = option(150, "number of source files", at_least=1)
 
 
 def tokenize_shard(index: int, num_producers: int, max_files: int) -> Iterator[Tokenized]:
-    """Every num_producers-th file."""
+    """Yield the statistics of every num_producers-th file, from `index` on."""
     for path in standard_library(max_files)[index::num_producers]:
         yield tokenize_file(path)
 
@@ -155,7 +158,7 @@ def tokenize_file(path: Path) -> Tokenized:
 
 
 def summarize(files: Iterable[Tokenized]) -> str:
-    """The same text in whatever order the files come."""
+    """Return a summary that does not depend on the order of the files."""
     digests, names, num_lines = {}, Counter[str](), 0
     for file in files:
         digests[file.name] = file.sha256
@@ -175,7 +178,7 @@ def print_summary(files: Iterable[Tokenized]) -> None:
 
 
 def make_program() -> lp.Program:
-    """The example that the flags ask for."""
+    """Make the example with the options given by flags."""
     options = parse_options(ProducersConsumerOptions, "lp_pipe.programs.producers_consumer")
     return producers_consumer(
         functools.partial(tokenize_shard, max_files=options.files),

@@ -1,4 +1,4 @@
-"""The example programs' data: the source files of the Python standard library that runs them."""
+"""The example programs' data: the source files of the running Python's standard library."""
 
 import hashlib
 import sysconfig
@@ -9,13 +9,13 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"
 
 
 def standard_library(max_files: int) -> list[Path]:
-    """Up to `max_files` of its .py files; which ones, and their order, a hash of the path decides: a fair sample."""
+    """Return up to `max_files` of its .py files, sampled and ordered by a hash of their paths."""
     paths = [path for path in _ROOT.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(_ROOT).parts)]
     return sorted(paths, key=lambda path: _digest(short_name(path)))[:max_files]
 
 
 def short_name(path: Path) -> str:
-    """The path below the standard library's folder, with slashes."""
+    """Return the path below the standard library's folder, with slashes."""
     return path.relative_to(_ROOT).as_posix()
 
 

@@ -1,7 +1,7 @@
 """A script written for torchrun as a program: each rank is a node of the group "rank", which runs it as `__main__`.
 
-Rank r is node rank/r, and the ranks of one host follow each other, as torchrun numbers them. The first that fails is
-the program's failure, and takes the others down.
+Rank r is node rank/r. As with torchrun, the ranks of a host have consecutive numbers. The first failure of a rank is
+the program's failure and ends the other ranks.
 """
 
 import os
@@ -23,7 +23,7 @@ _MAIN = "__main__"
 class Script:
     """A script or module with its arguments, which every rank runs.
 
-    path: a file, relative to the current folder where it is below that; None for a module. source: the file's.
+    path: a file, relative to the current folder if it is below it; None for a module. source: the file's contents.
     """
 
     argv: tuple[str, ...]
@@ -33,9 +33,10 @@ class Script:
 
     @classmethod
     def of_file(cls, path: Path, argv: Sequence[str]) -> "Script":
-        """
+        """Read a script and check its syntax.
+
         Raises:
-            OSError, SyntaxError, ValueError: the file cannot be read, or is no Python.
+            OSError, SyntaxError, ValueError: the file cannot be read, or is no valid Python.
         """
         source = path.read_bytes()
         compile(source, str(path), "exec", dont_inherit=True)
@@ -54,20 +55,20 @@ class Script:
         sys.path.insert(0, os.path.dirname(file))
         main = types.ModuleType(_MAIN)
         main.__file__ = file
-        sys.modules[_MAIN] = main  # it stays: exit functions may need it
+        sys.modules[_MAIN] = main  # stays there, because exit functions may need it
         exec(compile(self.source, file, "exec", dont_inherit=True), main.__dict__)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """The place of one rank among all."""
+    """The number of a rank, and the numbers of ranks and hosts."""
 
     rank: int
     num_per_host: int
     num_hosts: int
 
     def environment(self, master: str, run_id: str) -> dict[str, str]:
-        """Return the variables that torchrun sets. master: "host:port", where rank 0 will listen."""
+        """Return the environment variables that torchrun sets. master: "host:port", where rank 0 will listen."""
         host, _, port = master.rpartition(":")
         world_size = str(self.num_per_host * self.num_hosts)
         group, local = divmod(self.rank, self.num_per_host)
@@ -93,7 +94,7 @@ class Rank:
 def make_program(script: Script, num_per_host: int, num_hosts: int = 1) -> lp.Program:
     """Return a program of num_per_host * num_hosts ranks; it needs a mode whose nodes are processes.
 
-    Each rank has as many threads as OMP_NUM_THREADS says, else 1, and sees all GPUs of its host: it takes the one with
+    Each rank has OMP_NUM_THREADS threads, or 1 if that is not set. It sees all GPUs of its host and uses the one with
     the number LOCAL_RANK, as under torchrun.
     """
     program = lp.Program(Path(script.path).stem if script.path else script.module.rpartition(".")[2])
@@ -111,6 +112,6 @@ def make_program(script: Script, num_per_host: int, num_hosts: int = 1) -> lp.Pr
 
 def run_script(script: Script, rank: Rank, master: lp.Address) -> None:
     os.environ.update(rank.environment(master.resolve(), lp.context().run_dir.name))
-    # Scripts do not know of our stop; torchrun ends them like this, too. They may have a handler of their own.
+    # Scripts do not know lp_pipe's stop. torchrun also ends them by SIGTERM, for which they may have a handler.
     lp.register_stop_handler(lambda: os.kill(os.getpid(), signal.SIGTERM))
     script.run()

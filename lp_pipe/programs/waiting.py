@@ -1,4 +1,4 @@
-"""Waiting for other nodes, and not longer than the program lives."""
+"""Wait for other nodes, but not longer than the program runs."""
 
 import asyncio
 import contextlib
@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import lp_pipe as lp
 
-_NEWS_OF_A_STOP_S = 1.0  # one node may hear of it before another
+_NEWS_OF_A_STOP_S = 1.0  # how much later than another node this one may learn of a stop
 
 
 class Changes:
-    """The changes of one object in a node. All but the constructor runs in the server's event loop.
+    """A condition for coroutines: `notify` wakes all that `wait`. Only the constructor may run outside the event loop.
 
-    A server gives calls in progress the whole grace period before it ends; those that only wait must not use it up.
+    A stopping server gives calls in progress the whole grace period. So a stop also wakes the waiting ones, which must
+    not use it up.
     """
 
     def __init__(self) -> None:
@@ -21,26 +22,26 @@ class Changes:
         lp.register_stop_handler(self._wake_from_outside)
 
     async def wait(self) -> bool:
-        """Until the next change; False when the node stops."""
-        self._loop = asyncio.get_running_loop()  # first: a stop that comes after the look at its event must find it
+        """Wait until the next change; return False when the node stops."""
+        self._loop = asyncio.get_running_loop()  # before the check of the stop event: a later stop needs the loop
         if not lp.stop_event().is_set():
             await self._event.wait()
         return not lp.stop_event().is_set()
 
     def notify(self) -> None:
-        """Something has changed: wake all who wait."""
+        """Wake all waiting coroutines."""
         self._event.set()
         self._event = asyncio.Event()
 
     def _wake_from_outside(self) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits in it
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no coroutine waits in it
                 self._loop.call_soon_threadsafe(self.notify)
 
 
 @contextlib.contextmanager
 def until_the_stop() -> Iterator[None]:
-    """A peer that is gone ends the body, which is no failure when the reason is that the program stops."""
+    """End the body without a failure when a peer is unavailable because the program stops."""
     try:
         yield
     except lp.Unavailable:

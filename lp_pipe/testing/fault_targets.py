@@ -1,4 +1,4 @@
-"""Which nodes of a running program a test means, and how they are connected."""
+"""Find the nodes that a test means, and the connections between them."""
 
 import contextlib
 import time
@@ -11,19 +11,19 @@ from lp_pipe.launch import Run
 from lp_pipe.nodes import Node
 from lp_pipe.protos import supervision_pb2 as wire
 
-# A label is the whole group, (label, index) or a handle one node of it.
+# A label means the whole group; (label, index) or a handle means one node.
 Nodes = str | tuple[str, int] | Handle[Any]
 
-LAUNCHER = "(launcher)"  # the test itself, with the clients that it got from `run.client`
+LAUNCHER = "(launcher)"  # the test itself, with its clients from `run.client`
 EVERYONE = "(everyone)"
 
 
 def node_ids(run: Run, nodes: Nodes) -> list[str]:
-    """The "label/index" of each; "" for the launcher.
+    """Return the "label/index" of each node; "" for the launcher.
 
     Raises:
-        KeyError, IndexError: no such group, or not so many nodes in it.
-        ValueError: a handle of another program.
+        KeyError, IndexError: there is no such group, or it has fewer nodes.
+        ValueError: the handle belongs to another program.
     """
     if isinstance(nodes, Handle):
         return [_by_handle(run, nodes)]
@@ -35,17 +35,17 @@ def node_ids(run: Run, nodes: Nodes) -> list[str]:
     group = run.status().get(label)
     if group is None:
         known = ", ".join(run.status())
-        raise KeyError(f"no group {label!r} in this program; it has {known}")
+        raise KeyError(f"this program has no group {label!r}; its groups are {known}")
     if index is not None and not 0 <= index < len(group):
-        raise IndexError(f"group {label!r} has {len(group)} nodes; there is no index {index}")
+        raise IndexError(f"group {label!r} has no node {index}: it has {len(group)} nodes")
     return [f"{label}/{number}" for number in (range(len(group)) if index is None else [index])]
 
 
 def ways_between(run: Run, source: Nodes, target: Nodes) -> list[wire.Fault.Way]:
-    """How messages get from the ones to the others: whoever listens is connected to.
+    """Return the connections, and their directions, by which messages travel from `source` to `target`.
 
     Raises:
-        ValueError: neither side listens, or they are one node: there will never be a message.
+        ValueError: they are never connected, because neither side listens, or both are one node.
     """
     sources, targets = node_ids(run, source), node_ids(run, target)
     pairs = [(a, b) for a in sources for b in targets if a != b]
@@ -59,12 +59,12 @@ def ways_between(run: Run, source: Nodes, target: Nodes) -> list[wire.Fault.Way]
         for endpoint in endpoints[listener]
     ]
     if not ways:
-        raise ValueError(f"{source!r} and {target!r} are never connected: neither of them serves calls or channels")
+        raise ValueError(f"{source!r} and {target!r} are never connected: neither side serves calls or channels")
     return ways
 
 
 def wait_until_up(run: Run, node_id: str, patience_s: float) -> None:
-    """Until all servers of the node listen, if they ever do; a client of one that does not yet would wait for it."""
+    """Wait until all servers of the node listen, or will never do so."""
     deadline = time.monotonic() + patience_s
     for address in _node(run, node_id).addresses:
         with contextlib.suppress(Unavailable, TimeoutError):
@@ -77,7 +77,7 @@ def _all(run: Run) -> list[str]:
 
 def _by_handle(run: Run, handle: Handle[Any]) -> str:
     if handle.node_name not in _all(run):
-        raise ValueError(f"{handle!r} is a handle of another program")
+        raise ValueError(f"{handle!r} belongs to another program")
     return handle.node_name
 
 

@@ -1,15 +1,15 @@
-"""Make a running program's connections and processes fail, to see what it does then.
+"""Faults in a running program's connections and processes, for tests of what the program does then.
 
     with faults.enabled():  # the pytest fixture `faults` does this
         run = lp.launch(program)
         with faults.partition(run, "worker", "server") as fault:
-            ...             # until here
+            ...             # the fault lasts until the end of this block
         assert fault.hits
 
-Nodes are named by label (the whole group), `(label, index)` or handle; `LAUNCHER` is the test itself, with the clients
-that it got from `run.client`; `EVERYONE` is all of them. Faults act on connections between two nodes, never on a node's
-tie to the launcher that supervises it. A connection neither loses nor reorders bytes, so what can be lost is a message
-(a call, a reply, a value of a stream or channel) or the connection.
+Nodes are named by label (the whole group), `(label, index)` or handle. `LAUNCHER` is the test itself, with its clients
+from `run.client`; `EVERYONE` is all of them. Faults act on connections between two nodes, never on a node's supervision
+stream to the launcher. A connection neither loses nor reorders bytes, so a fault can lose a message (a call, a reply, a
+value of a stream or channel) or the whole connection.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _active: list["Fault"] = []
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """Programs launched in the body can be given faults there; their calls are a little slower for it."""
+    """Allow faults in programs that are launched in the body. Their calls are slightly slower."""
     before = os.environ.get(fault_injection.VARIABLE)
     os.environ[fault_injection.VARIABLE] = "1"  # nodes read it when their process starts
     fault_injection.enable()
@@ -62,11 +62,11 @@ class Fault:
 
     @property
     def hits(self) -> int:
-        """How many messages, connections or processes it has struck: a fault that struck nothing has tested nothing."""
+        """The number of messages, connections or processes that the fault has hit; 0 means that it tested nothing."""
         return self._ask() if self._last_hits is None else self._last_hits
 
     def heal(self) -> None:
-        """End it. Idempotent."""
+        """End the fault; idempotent."""
         if self._last_hits is None:
             _active.remove(self)
             self._last_hits = 0
@@ -82,23 +82,23 @@ class Fault:
 
 
 def drop(run: Run, source: Nodes, target: Nodes, count: int | None = 1, after: int = 0) -> Fault:
-    """Lose the next `count` messages from `source` to `target` (None: all), once `after` more have passed.
+    """Lose the next `count` messages (None: all) from `source` to `target`, after `after` more have passed.
 
-    The handler of a lost call never runs; a lost reply's handler has run. Their callers wait, or get DeadlineExceeded.
-    Counted for each pair of nodes, and for the calls of one apart from its replies to the other.
+    The handler of a lost call never runs; the handler of a lost reply has run. The callers wait, or get
+    DeadlineExceeded. Messages are counted for each pair of nodes, and calls separately from replies.
 
-    Raises (all faults): KeyError, IndexError: no such node. ValueError: `source` and `target` are never connected.
-        RuntimeError: the program was not launched inside `enabled()`, or that has ended.
+    Raises (all faults): KeyError, IndexError: there is no such node. ValueError: `source` and `target` are never
+        connected. RuntimeError: the program was not launched inside `enabled()`, or that block has ended.
     """
     if (count is not None and count < 1) or after < 0:
-        raise ValueError(f"drop: count={count} must be at least 1 (or None), after={after} must not be negative")
+        raise ValueError(f"drop: count must be at least 1 or None, and after at least 0, got {count=}, {after=}")
     return _install(run, source, target, action=wire.Fault.DROP, count=count or 0, after=after)
 
 
 def delay(run: Run, source: Nodes, target: Nodes, seconds: float) -> Fault:
-    """Let every message from `source` to `target` arrive `seconds` later, in order, as on a slow line.
+    """Let every message from `source` to `target` arrive `seconds` later, in order, as over a slow link.
 
-    What is on its way when the fault ends arrives then.
+    When the fault ends, delayed messages arrive at once.
     """
     if seconds <= 0:
         raise ValueError(f"delay: seconds={seconds} must be more than 0")
@@ -106,18 +106,18 @@ def delay(run: Run, source: Nodes, target: Nodes, seconds: float) -> Fault:
 
 
 def cut(run: Run, one: Nodes, other: Nodes) -> int:
-    """Close the connections between them now; returns how many. Calls in progress raise Unavailable, new ones connect.
+    """Close the connections between the nodes now and return their number.
 
-    A channel does not connect again.
+    Calls in progress raise Unavailable, new calls connect again. A channel does not connect again.
     """
     reason = f"the test has cut the connection between {one!r} and {other!r}"
     return _tell(run, _fault(run, one, other, action=wire.Fault.CUT, reason=reason))
 
 
 def partition(run: Run, one: Nodes, other: Nodes) -> Fault:
-    """Like `cut`, and new connections between them are refused: their calls wait, or raise Unavailable.
+    """Close the connections between the nodes, and refuse new ones: calls wait, or raise Unavailable.
 
-    For a partition that nobody is told of, `drop` all messages both ways.
+    For a partition that neither side can detect, `drop` all messages in both directions.
     """
     reason = f"the test has separated {one!r} and {other!r}"
     return _install(run, one, other, action=wire.Fault.PARTITION, reason=reason)
@@ -134,16 +134,16 @@ def kill(run: Run, nodes: Nodes) -> None:
 
 
 def freeze(run: Run, nodes: Nodes) -> Fault:
-    """Stop the nodes' processes (SIGSTOP) until `heal`: their connections stay open, and nothing answers.
+    """Stop the nodes' processes (SIGSTOP) until `heal`: their connections stay open, but nothing answers.
 
-    A node whose servers do not listen yet gets 10 s for that first.
+    Waits up to 10 s for the nodes' servers to listen.
 
     Raises:
         ValueError: they are threads (thread mode), the launcher, or have ended.
     """
     frozen = node_ids(run, nodes)
     for node_id in frozen:
-        _pid_of(run, node_id, "frozen")  # refuses at once what has none
+        _pid_of(run, node_id, "frozen")  # raises at once if the node has no process of its own
         wait_until_up(run, node_id, _PATIENCE_S)
     pids = [_pid_of(run, node_id, "frozen") for node_id in frozen]
     for pid in pids:
@@ -177,8 +177,8 @@ def _install(run: Run, source: Nodes, target: Nodes, **options: Any) -> Fault:
 def _fault(run: Run, source: Nodes, target: Nodes, **options: Any) -> wire.Fault:
     if not run.has_faulty_connections:
         raise RuntimeError(
-            "this program was launched with connections that do not fail: use the fixture `faults` in the test, "
-            "or launch it inside `with faults.enabled():`"
+            "this program was launched without support for faults: use the fixture `faults` in the test, or launch the "
+            "program inside `with faults.enabled():`"
         )
     if (
         not fault_injection.is_enabled()
@@ -188,40 +188,40 @@ def _fault(run: Run, source: Nodes, target: Nodes, **options: Any) -> wire.Fault
 
 
 def _tell(run: Run, fault: wire.Fault) -> int:
-    """Every process of the program, this one too; returns once all have done it, with how often it has struck."""
+    """Apply the fault in every process of the program, including this one; return how often it has hit."""
     asked = run._host.inject(fault)  # first: they work at it while this process does
     hits = fault_injection.apply(fault)
     for node_id, answer in asked.items():
         try:
             hits += answer.result(_PATIENCE_S)
         except TimeoutError:
-            raise RuntimeError(f"node {node_id} has not answered for {_PATIENCE_S:g} s; is it frozen?") from None
+            raise RuntimeError(f"node {node_id} has not answered within {_PATIENCE_S:g} s: is it frozen?") from None
     return hits
 
 
 def _pid_of(run: Run, node_id: str, what: str) -> int:
-    """The process of a node, once it has started."""
+    """Wait until a node has started and return its process."""
     label, _, index = node_id.rpartition("/")
     if not label:
         raise ValueError(f"the launcher runs this test, and cannot be {what}")
     while (row := run.status()[label][int(index)])["state"] in ("starting", "restarting"):
-        time.sleep(_LOOK_AGAIN_S)  # a run tells nobody of its nodes' states
+        time.sleep(_LOOK_AGAIN_S)  # there is no event for a change of a node's state
     if row["pid"] == os.getpid():
         raise ValueError(f"node {node_id} is a thread, which cannot be {what}: launch the program with mode='process'")
     if row["state"] != "running":
-        raise ValueError(f"node {node_id} has {row['state']} already, and cannot be {what}")
+        raise ValueError(f"node {node_id} cannot be {what}: it has {row['state']}")
     return int(row["pid"])
 
 
 def _wait_until_stopped(pid: int) -> None:
-    """A signal takes effect a moment later, thread by thread; nobody but the parent is told."""
+    """Wait until all threads of a process are stopped. Only its parent would get an event for that."""
     deadline = time.monotonic() + _PATIENCE_S
     while not _is_stopped(pid) and time.monotonic() < deadline:
         time.sleep(_LOOK_AGAIN_S)
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether none of its threads runs; True where there is no /proc, or the process has ended."""
+    """Return whether no thread of the process runs; True if there is no /proc, or the process has ended."""
     return all(stat.rpartition(")")[2].split()[0] in "TtZX" for stat in _stats_of(pid))
 
 

@@ -1,4 +1,4 @@
-"""What a test has left behind: threads, processes, sockets, shared memory, temporary files."""
+"""Detect what a test leaves behind: threads, processes, sockets, shared memory, temporary files."""
 
 import gc
 import os
@@ -29,15 +29,15 @@ _LIVE_AS_LONG_AS_THE_PROCESS = (
 
 @contextmanager
 def assert_no_leaks(patience: float = PATIENCE_S, ignore_threads: Collection[str] = ()) -> Iterator[None]:
-    """The body leaves nothing behind: no thread, process, socket, shared memory or temporary file.
+    """Assert that the body leaves no thread, process, socket, shared memory or temporary file behind.
 
-    What is still there at the end has `patience` seconds to go. Temporary files are found because the body, and what
-    it starts, gets a temporary folder of its own ($TMPDIR). Sockets and shared memory of this process only.
+    After the body these have `patience` seconds to disappear. To find temporary files, the body and the processes that
+    it starts get their own temporary folder ($TMPDIR). Only sockets and shared memory of this process are checked.
 
     ignore_threads: beginnings of names of threads that may stay.
 
     Raises:
-        AssertionError: something is left; names each. Not when the body itself raises.
+        AssertionError: names each leak. Not raised if the body itself raises.
     """
     with temp_dir.private_temp_dir():
         before = LeakSnapshot(ignore_threads)
@@ -46,7 +46,7 @@ def assert_no_leaks(patience: float = PATIENCE_S, ignore_threads: Collection[str
 
 
 class LeakSnapshot:
-    """What is there now, to be compared with what is there later."""
+    """The threads, processes, sockets, shared memory and temporary files at one time, to compare with later ones."""
 
     def __init__(self, ignore_threads: Collection[str] = ()) -> None:
         self._ignored = (*_LIVE_AS_LONG_AS_THE_PROCESS, *ignore_threads)
@@ -58,13 +58,13 @@ class LeakSnapshot:
         self._files = temp_dir.entries()
 
     def assert_nothing_new(self, patience_s: float) -> None:
-        """Wait until all that is new has gone.
+        """Wait until nothing is left that was not in this snapshot.
 
         Raises:
-            AssertionError: it has not within `patience_s`; names each leak.
+            AssertionError: names each leak that remains after `patience_s`.
         """
         leaks = self._wait_until_gone(patience_s)
-        if leaks:  # not `assert`: pytest would rewrite it here, and change the text
+        if leaks:  # not `assert`, which pytest would rewrite with another text
             raise AssertionError("\n".join([f"{len(leaks)} leaked:", *(f"- {leak}" for leak in leaks)]))
 
     def _wait_until_gone(self, patience_s: float) -> list[str]:
@@ -72,10 +72,10 @@ class LeakSnapshot:
         pause_s = _FIRST_PAUSE_S
         while self._new():
             is_late = time.monotonic() >= deadline
-            gc.collect()  # what only a reference cycle holds is no leak; may take long
+            gc.collect()  # an object held only by a reference cycle is no leak; this may take long
             if is_late:
                 return self._new()
-            time.sleep(pause_s)  # the ends of processes, sockets and files are nothing that one could wait for at once
+            time.sleep(pause_s)  # there is no common event for the ends of processes, sockets and files
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return []
 
@@ -109,7 +109,7 @@ class LeakSnapshot:
         ours = {os.getpid(), *(pid for pid, _ in _processes())}
         for path in sorted(open_files.named_segments() - self._segments):
             if str(path) not in open_here and open_files.is_left(path, ours):
-                found.append(f"shared memory: {path}, which nobody uses any more")
+                found.append(f"shared memory: {path}, which no process uses")
         return found
 
     def _new_files(self) -> list[str]:
@@ -117,7 +117,7 @@ class LeakSnapshot:
 
 
 def _processes() -> set[tuple[int, int]]:
-    """Descendants that live, with the time of their start: pids are used again."""
+    """Return the living descendants with their start times, because pids are reused."""
     return {(pid, start_time(pid)) for pid in tree_of(os.getpid())}
 
 

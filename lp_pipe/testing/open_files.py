@@ -1,4 +1,4 @@
-"""Sockets and shared memory that this process holds, from /proc; empty where there is no /proc."""
+"""Read from /proc which sockets and shared memory this process holds; empty results if there is no /proc."""
 
 import contextlib
 import os
@@ -12,12 +12,12 @@ _MAPPED = re.compile(r"(?:/memfd:|/dev/shm/)\S+(?: \(deleted\))?$", re.MULTILINE
 
 
 def open_sockets() -> dict[str, int]:
-    """The descriptor of every socket, by the kernel's name for it: descriptors are used again, names are not."""
+    """Return the descriptor of every socket, by the kernel's name for it: descriptors are reused, names are not."""
     return {target: number for number, target in _descriptors() if target.startswith("socket:")}
 
 
 def shared_memory() -> set[str]:
-    """Segments that are open or mapped here."""
+    """Return the names of segments that this process has open or mapped."""
     opened = {target for _, target in _descriptors() if target.startswith(("/memfd:", "/dev/shm/"))}
     try:
         mapped = set(_MAPPED.findall(Path("/proc/self/maps").read_text(errors="replace")))
@@ -27,7 +27,7 @@ def shared_memory() -> set[str]:
 
 
 def named_segments() -> set[Path]:
-    """All in /dev/shm that is this user's, also what no process has open any more."""
+    """Return this user's files in /dev/shm, including those that no process has open."""
     found = set()
     for path in _SHARED_MEMORY.glob("*"):
         with contextlib.suppress(OSError):
@@ -37,9 +37,9 @@ def named_segments() -> set[Path]:
 
 
 def is_left(path: Path, ours: set[int]) -> bool:
-    """Whether a segment is there, and mapped by no process but `ours`.
+    """Return whether a segment exists and no process other than `ours` maps it.
 
-    By the file's number: glibc maps a new semaphore under another name, which it then takes away.
+    Compares inode numbers, because glibc maps a new semaphore under a temporary name.
     """
     try:
         mapped = re.compile(rf" {path.stat().st_ino} +{re.escape(str(_SHARED_MEMORY))}/")
@@ -49,7 +49,7 @@ def is_left(path: Path, ours: set[int]) -> bool:
 
 
 def describe_socket(number: int) -> str:
-    """What a descriptor is connected to."""
+    """Return the family, address and peer of a socket's descriptor."""
     try:
         with socket.socket(fileno=os.dup(number)) as copy:
             return f"{copy.family.name} at {_name_of(copy.getsockname)!r}, peer {_name_of(copy.getpeername)!r}"

@@ -1,6 +1,6 @@
-"""The pytest plugin: the fixtures `launched` and `faults`, the option --lp-mode.
+"""The pytest plugin: the fixtures `launched` and `faults`, and the option --lp-mode.
 
-Every pytest of an environment in which lp_pipe is installed loads it, and with it the core of lp_pipe, but no engine.
+Every pytest in an environment with lp_pipe loads this plugin, and with it the core of lp_pipe, but no engine.
 """
 
 from collections.abc import Generator, Iterator
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addini(
         "lp_leak_patience",
-        "seconds for what a test has left behind to go, before the fixture `launched` calls it a leak",
+        "seconds until the fixture `launched` reports a thread, process or file that a test has left as a leak",
         default=str(PATIENCE_S),
     )
 
@@ -50,23 +50,23 @@ def pytest_runtest_makereport(
         item.stash[_HAS_FAILED] = True
         for run in item.stash.get(_RUNS, []):
             failure = run.failure
-            if failure is not None:  # often why the test has failed
+            if failure is not None:  # often the cause of the test's failure
                 report.sections.append((f"node {failure.label}/{failure.index} failed", str(failure)))
     return report
 
 
 @pytest.fixture
 def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
-    """`run = launched(program, mode=None, **launch_options)`: launch a program that ends with the test.
+    """Launch programs that end with the test: `run = launched(program, mode=None, **launch_options)`.
 
-    As threads, unless the test or the command line (--lp-mode=process) says otherwise; several programs may run at a
-    time. At the end of the test all are stopped. If it has passed, it fails nevertheless when a node has failed and the
-    test did not see that (in `run.wait()` or at the end of `with run`), or when something is left: a thread, a
-    process, a socket, shared memory, a temporary file.
+    The mode is thread, unless the test or the command line (--lp-mode=process) gives another one. Several programs may
+    run at a time. At the end of the test all are stopped. A test that has passed still fails if a node has failed and
+    the test did not see that (in `run.wait()` or at the end of `with run`), or if a thread, process, socket, shared
+    memory or temporary file is left.
     """
-    if "faults" in request.fixturenames:  # however late it is asked for
+    if "faults" in request.fixturenames:  # before the launch, even if the test lists `faults` after `launched`
         request.getfixturevalue("faults")
-    tmp_path_factory.getbasetemp()  # the first `tmp_path` of a session makes pytest's own folder: not below ours
+    tmp_path_factory.getbasetemp()  # creates pytest's own folder now: not below the test's temporary folder
     runs = request.node.stash[_RUNS] = []
 
     def start(program: Program, mode: str | None = None, **options: Any) -> Run:
@@ -79,7 +79,7 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         failure = _stop_all(runs)
         runs.clear()
         if request.node.stash.get(_HAS_FAILED, False):
-            return  # its traceback keeps what it used, and it has failed already
+            return  # the traceback of the failure still holds objects, and the test has failed anyway
         if failure is not None:
             raise failure
         before.assert_nothing_new(float(request.config.getini("lp_leak_patience")))
@@ -87,13 +87,13 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def faults() -> Iterator[ModuleType]:
-    """The module `lp_pipe.testing.faults`, for programs that `launched` launches in this test."""
+    """Return the module `lp_pipe.testing.faults`, for programs that `launched` launches in this test."""
     with lp_faults.enabled():
         yield lp_faults
 
 
 def _stop_all(runs: list[Run]) -> NodeError | None:
-    """Stop the programs; the first failure of which the test does not know."""
+    """Stop the programs and return the first failure that the test has not seen."""
     lp_faults.heal_all()
     for run in runs:
         run.request_stop()

@@ -1,4 +1,4 @@
-"""A temporary folder of this process's own, so that what tests leave behind is found, whatever runs beside them."""
+"""A private temporary folder, so that files that a test leaves are found, whatever other processes do."""
 
 import atexit
 import contextlib
@@ -11,7 +11,7 @@ from pathlib import Path
 from lp_pipe.launch.processes.socket_dir import fits
 
 _PREFIX = "lpt-"
-# Made once per process, used until its end: multiprocessing's own folder, compilers' caches.
+# Folders that libraries make once per process and use until its end: multiprocessing's, and caches of compilers.
 _LIVE_AS_LONG_AS_THE_PROCESS = ("pymp-", "torchinductor_", "torch_extensions", "numba")
 
 _made: Path | None = None
@@ -19,7 +19,7 @@ _made: Path | None = None
 
 @contextlib.contextmanager
 def private_temp_dir() -> Iterator[None]:
-    """Temporary files of this process, and of processes that it starts in the body, go to a folder of their own."""
+    """Put temporary files of this process, and of processes that the body starts, into a private folder."""
     before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
     tempfile.tempdir = os.environ["TMPDIR"] = str(_folder())
     try:
@@ -33,14 +33,14 @@ def private_temp_dir() -> Iterator[None]:
 
 
 def entries() -> set[str]:
-    """What is in that folder now and should not stay."""
+    """Return the names in that folder that should not stay."""
     return {entry.name for entry in _folder().iterdir() if not entry.name.startswith(_LIVE_AS_LONG_AS_THE_PROCESS)}
 
 
 def _folder() -> Path:
-    """One until the process ends: a test's own patch of `tempfile` may be undone later, and must find it there.
+    """Return the folder, which is kept until the process ends: a test may restore a patched `tempfile` to it late.
 
-    Only if a test has removed it, with the folder that was the usual one at first, another one is made.
+    A new folder is made only if a test has removed it, together with the usual temporary folder.
     """
     global _made
     if _made is None or not _made.is_dir():
@@ -51,5 +51,5 @@ def _folder() -> Path:
 
 
 def _remove(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # and not a fork of it
+    if os.getpid() == owner:  # not in a fork
         shutil.rmtree(folder, ignore_errors=True)

@@ -152,7 +152,7 @@ def test_keys_that_might_print_differently_are_refused(key: Any) -> None:
 def test_a_key_is_looked_at_before_it_meets_one_that_equals_it(key: Any, tmp_path: Path) -> None:
     """1.0 was counted as 1 where both were in one map task, and refused elsewhere; a list was "unhashable"."""
     job = Job(lambda key: [(key, 1)], add_up, None, 1)
-    with pytest.raises(TypeError, match=r"keys are str, bytes, int or tuples of these"):
+    with pytest.raises(TypeError, match=r"keys must be str, bytes, int or tuples of these"):
         job.map([1, key], tmp_path / "map")
 
 

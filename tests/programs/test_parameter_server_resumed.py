@@ -90,6 +90,6 @@ def test_a_checkpoint_of_another_program_is_refused(
     trained(Marks(), delivered, "thread", tmp_path / "run", "sync", Sgd())
     options: dict[str, Any] = {"num_workers": WORKERS, "num_servers": SERVERS, option: here}
     program = parameter_server(Marks(), steps=STEPS, on_result=print, **options)
-    wanted = f"with {option}={there!r}, this one has {here!r}: resume it with {option}={there!r}"
+    wanted = f"with {option}={there!r}, but this program has {here!r}: resume it with {option}={there!r}"
     with pytest.raises(lp.NodeError, match=wanted):
         lp.launch(program, "thread", run_dir=tmp_path / "run").wait(WITHIN_S)

@@ -301,7 +301,7 @@ def test_two_nodes_that_serve_nothing_cannot_be_separated(mode: str, launched: L
     for label in ("one", "other"):
         program.add_node(lp.PyNode(lp.wait_for_stop), label=label)
     run = launched(program, mode)
-    with pytest.raises(ValueError, match="neither of them serves"):
+    with pytest.raises(ValueError, match="neither side serves"):
         faults.partition(run, "one", "other")
 
 
