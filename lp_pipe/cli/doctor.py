@@ -23,8 +23,8 @@ from lp_pipe.connections.kernel_calls import has_pidfd
 from lp_pipe.launch.processes.socket_dir import fits, make_socket_dir
 from lp_pipe.launch.run_dir import usual_runs
 from lp_pipe.launch.run_records import live_folder
-from lp_pipe.launch.user_folders import is_temporary
 from lp_pipe.torch_version import WANTED, is_tested, is_too_old
+from lp_pipe.user_folders import is_temporary
 
 _MIB = 1 << 20
 _PATIENCE_S = 30.0
