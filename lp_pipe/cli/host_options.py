@@ -7,7 +7,7 @@ from typing import Any
 
 from lp_pipe.cli.errors import UsageError
 from lp_pipe.connections.tcp_carriers import TRANSPORTS
-from lp_pipe.launch.dry_run import planned
+from lp_pipe.launch.dry_run import describe_launch
 from lp_pipe.launch.elastic import HostCount
 from lp_pipe.launch.engines import BUILT_IN, engine_class, make_engine
 from lp_pipe.program import Program
@@ -96,7 +96,7 @@ def plan_lines(program: Program, arguments: argparse.Namespace) -> list[str]:
     """
     options = launch_options(arguments)
     with tempfile.TemporaryDirectory(prefix="lp_pipe-plan-") as folder:
-        return planned(program, arguments.mode, Path(folder), **options)
+        return describe_launch(program, arguments.mode, Path(folder), **options)
 
 
 def count(arguments: argparse.Namespace) -> int:

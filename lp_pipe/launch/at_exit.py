@@ -1,4 +1,4 @@
-"""What happens to running programs when the interpreter ends: a script waits for them, any other process stops them."""
+"""At the interpreter's end, wait for running programs (in a script) or stop them (in any other process)."""
 
 import atexit
 import os

@@ -23,7 +23,7 @@ from lp_pipe.program import Program
 _KNOWN_AT_THE_START = ["", "# Chosen at the start: names, the launcher's address and port, the secret."]
 
 
-def planned(
+def describe_launch(
     program: Program,
     mode: str,
     folder: Path,

@@ -52,7 +52,7 @@ def make_host(plan: LaunchPlan, metrics: MetricsLog, options: MultiHostOptions) 
     shipped = ship_local_modules(options.tree.root if options.tree else "")
     try:
         payloads = serialize_nodes(plan)
-        surroundings = Surroundings.here(options.tree.root if options.tree else "")
+        surroundings = Surroundings.capture(options.tree.root if options.tree else "")
         credentials = options.kept.credentials if options.kept is not None else generate_credentials()
         gathered = gather(plan, options, credentials)
     except BaseException:

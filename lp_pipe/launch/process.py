@@ -27,14 +27,12 @@ from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes import os_text, standard_streams
 from lp_pipe.launch.processes.compute_threads import thread_environment
-from lp_pipe.launch.processes.descriptors import check_descriptors
 from lp_pipe.launch.processes.exits import KILLED, ExitQueue
 from lp_pipe.launch.processes.injected_faults import InjectedFaults
-from lp_pipe.launch.processes.launcher_pings import LauncherPings
 from lp_pipe.launch.processes.node_stream import NodeStream
 from lp_pipe.launch.processes.process_tree import is_dying, state_of
 from lp_pipe.launch.processes.socket_dir import make_socket_dir
-from lp_pipe.launch.processes.template import MARK, Template
+from lp_pipe.launch.processes.template import MARK, LauncherPings, Template, check_descriptors
 from lp_pipe.launch.processes.template_process import ORPHAN_S
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry import crashes
@@ -90,7 +88,7 @@ class ProcessHost(Host):
         self._places = places
         self._attempts = dict.fromkeys(payloads, 0)  # by node_id: which of its processes is the current one
         self._specs = {spec.node_id: spec for spec in plan.nodes}
-        self._surroundings = surroundings or Surroundings.here()
+        self._surroundings = surroundings or Surroundings.capture()
         self._membership = membership
         self._preload = preload
         self._orphan_s = orphan_s

@@ -23,7 +23,7 @@ from lp_pipe.user_folders import make_private, state_folder
 
 @dataclass(frozen=True)
 class RunRecord:
-    """How a run was launched and how it ended, and what other processes need to reach it and to clean up after it.
+    """A record of a run: its launch, its end, and what other processes need to reach it and to clean up after it.
 
     pid, pid_started: of the launcher. A later process may have the same pid, but not the same start time.
     started, ended: seconds since the epoch. `ended` and the fields after it are set only in the run's own folder.
@@ -83,7 +83,7 @@ class RunRecord:
 
 
 class Outcome(NamedTuple):
-    """How a run ended; the fields are those of RunRecord."""
+    """The end of a run; the fields are those of RunRecord."""
 
     outcome: str
     exit_status: int

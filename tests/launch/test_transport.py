@@ -14,7 +14,7 @@ import torch
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
-from lp_pipe.launch.dry_run import planned
+from lp_pipe.launch.dry_run import describe_launch
 from lp_pipe.launch.engines import KubernetesEngine
 from lp_pipe.launch.engines.base import Invitation, StartedAgent
 from lp_pipe.launch.engines.local import LocalEngine
@@ -96,14 +96,14 @@ def test_agents_are_told_of_it() -> None:
 @pytest.mark.parametrize(("transport", "chosen"), [("auto", "tls"), ("tls", "tls"), ("grpc", "grpc")])
 def test_a_dry_run_names_the_channels_that_it_gives(transport: str, chosen: str, tmp_path: Path) -> None:
     engine = KubernetesEngine("2", image="train:1")
-    lines = planned(program(), "multi_host", tmp_path, engine=engine, transport=transport)
+    lines = describe_launch(program(), "multi_host", tmp_path, engine=engine, transport=transport)
     assert f"stages/0 -> stages/1  channel {chosen}" in lines
 
 
 def test_a_channel_that_contradicts_it_is_refused(tmp_path: Path) -> None:
     engine = KubernetesEngine("2", image="train:1")
     with pytest.raises(ValueError, match=r"channel='tls' from stages/0 to stages/1 .*transport='grpc'"):
-        planned(program("tls"), "multi_host", tmp_path, engine=engine, transport="grpc")
+        describe_launch(program("tls"), "multi_host", tmp_path, engine=engine, transport="grpc")
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])

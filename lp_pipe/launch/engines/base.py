@@ -34,7 +34,7 @@ class HostOffer:
 
 @dataclass(frozen=True)
 class Invitation:
-    """What an agent needs to join the run.
+    """The data that an agent needs to join the run.
 
     addresses: where the launcher may be reached, "HOST:PORT" each. The agent tries them in order.
     secret: gives the right to run code in the run. It goes to the agent's stdin (one line, with nothing after it), or
@@ -63,7 +63,7 @@ class Invitation:
 
 
 class StartedAgent(ABC):
-    """What an engine has started: usually one agent, or one command that runs several.
+    """A started agent, or a command that runs several agents.
 
     hosts: the names of the hosts whose agents end when this ends.
     """

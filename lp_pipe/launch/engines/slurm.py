@@ -104,7 +104,7 @@ class SlurmEngine(Engine):
 
 
 class SlurmTask(StartedAgent):
-    """One task of a job step that runs several agents. srun's output says how the task ended, at the latest at its end.
+    """A task of a job step that runs several agents. srun's output says how the task ended, at the latest at its end.
 
     in_use: the hosts of the step whose tasks have not been killed; a set that all tasks of the step share.
     """

@@ -18,8 +18,8 @@ def wait_text(graph: WaitGraph, wait: Wait, others: Sequence[Wait]) -> str:
 
     others: waits of the same kind, which this text also covers.
     """
-    who = "the launcher" if not wait.activity.node else f"node {wait.node}"
-    text = f"{who} has waited {seconds(wait.activity.age_s)} for {_object(graph, wait.activity)}{_at(wait.activity)}"
+    waiter = "the launcher" if not wait.activity.node else f"node {wait.node}"
+    text = f"{waiter} has waited {seconds(wait.activity.age_s)} for {_object(graph, wait.activity)}{_at(wait.activity)}"
     if others:
         names = [one.node for one in others]
         shown = ", ".join(dict.fromkeys(names[:3]))
@@ -38,8 +38,8 @@ def short_text(graph: WaitGraph, wait: Wait) -> str:
 
 def ended_text(graph: WaitGraph, wait: Wait) -> str:
     """Say that a wait has ended which `wait_text` or `cycle_text` had reported."""
-    who = "the launcher" if not wait.activity.node else f"node {wait.node}"
-    return f"{who} no longer waits for {_object(graph, wait.activity)}"
+    waiter = "the launcher" if not wait.activity.node else f"node {wait.node}"
+    return f"{waiter} no longer waits for {_object(graph, wait.activity)}"
 
 
 def cycle_text(graph: WaitGraph, cycle: Sequence[Wait], is_sure: bool, run: str) -> str:

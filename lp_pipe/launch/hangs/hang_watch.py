@@ -44,11 +44,11 @@ class HangWatch:
         self._limit_s = limit_s or 0.0
         self._pause_s = min(self._limit_s / _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S)
         self._patience_s: dict[tuple[str, ...], float] = {}
-        self._told: dict[WaitKey, Wait] = {}
-        self._told_cycles: set[frozenset[WaitKey]] = set()
-        self._told_silent: set[str] = set()
+        self._reported: dict[WaitKey, Wait] = {}
+        self._reported_cycles: set[frozenset[WaitKey]] = set()
+        self._reported_silent: set[str] = set()
         self._may_kill = {spec.node_id for spec in coordinator.plan.nodes if spec.on_hang != "report"}
-        self._idle_since: float | None = math.inf  # None: reported
+        self._idle_since: float | None = math.inf  # None: reported already
         self._awake_since = -math.inf
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch for hangs", daemon=True)
@@ -71,14 +71,14 @@ class HangWatch:
             graph = self._look()
             waiting = {**_oldest_by_node(graph), **_silent_by_node(graph), **_debugged_by_node(graph)}
             self._coordinator.note_waits(waiting)
-            told = len(self._told)
-            self._tell_waits(graph, self._tell_cycles(graph))
-            if len(self._told) > told:
-                self._tell_more(graph)
-            self._tell_ends(graph)
-            self._tell_silences(graph)
+            reported = len(self._reported)
+            self._report_waits(graph, self._report_cycles(graph))
+            if len(self._reported) > reported:
+                self._report_more(graph)
+            self._report_ends(graph)
+            self._report_silences(graph)
             self._end_hung(graph)
-            self._tell_idle(graph)
+            self._report_idle(graph)
             looked = time.monotonic()
 
     def _look(self) -> WaitGraph:
@@ -103,22 +103,22 @@ class HangWatch:
                 found.append(one)
         return View(found, waits.pools(), [text for node, text in positions() if node.services in names])
 
-    def _tell_cycles(self, graph: WaitGraph) -> set[WaitKey]:
+    def _report_cycles(self, graph: WaitGraph) -> set[WaitKey]:
         """Report each cycle once. Return the waits of deadlocks, which need no further report."""
         sure = find_deadlocks(graph)
         keys = {wait.key for cycle in sure for wait in cycle}
         maybe = [cycle for cycle in find_suspects(graph) if not keys & {wait.key for wait in cycle}]
         for cycle in [*sure, *maybe]:
             name = frozenset([*(wait.key for wait in cycle), *([("sure", 0, 0.0)] if cycle in sure else [])])
-            if name not in self._told_cycles:
-                self._told_cycles.add(name)
+            if name not in self._reported_cycles:
+                self._reported_cycles.add(name)
                 run = self._coordinator.plan.run_dir.name
                 text = hang_text.cycle_text(graph, cycle, cycle in sure, run)
-                self._tell_hang([wait.node for wait in cycle], text, is_deadlock=cycle in sure)
-                self._told.update({wait.key: wait for wait in cycle})
+                self._report_hang([wait.node for wait in cycle], text, is_deadlock=cycle in sure)
+                self._reported.update({wait.key: wait for wait in cycle})
         return keys
 
-    def _tell_waits(self, graph: WaitGraph, deadlocked: set[WaitKey]) -> None:
+    def _report_waits(self, graph: WaitGraph, deadlocked: set[WaitKey]) -> None:
         groups: dict[tuple[str, ...], list[Wait]] = {}
         for wait in graph.waits:
             if wait.key not in deadlocked:
@@ -128,46 +128,46 @@ class HangWatch:
             patience_s = self._patience_s.get(group, self._limit_s)
             # Time in which all processes were stopped (Ctrl+Z, Slurm's suspend) is not waiting time.
             age_s = min(oldest.activity.age_s, time.monotonic() - self._awake_since)
-            if age_s < patience_s or self._is_told(oldest, patience_s):
+            if age_s < patience_s or self._is_reported(oldest, patience_s):
                 continue
             self._patience_s[group] = max(patience_s, oldest.activity.age_s) * _PATIENCE_GROWS
-            self._told.update({wait.key: wait for wait in members})
+            self._reported.update({wait.key: wait for wait in members})
             text = hang_text.wait_text(graph, oldest, members[1:])
-            self._tell_hang([wait.node for wait in members], text, is_deadlock=False)
+            self._report_hang([wait.node for wait in members], text, is_deadlock=False)
 
-    def _is_told(self, wait: Wait, patience_s: float) -> bool:
+    def _is_reported(self, wait: Wait, patience_s: float) -> bool:
         """Return whether a cycle, whose report says more, contained this wait."""
         return (
-            wait.key in self._told
+            wait.key in self._reported
             and patience_s == self._limit_s
             and wait.activity.age_s < patience_s * _PATIENCE_GROWS
         )
 
-    def _tell_more(self, graph: WaitGraph) -> None:
+    def _report_more(self, graph: WaitGraph) -> None:
         """Add where the stages of pipelines are and, in the file only, every stack."""
         if graph.positions:
-            self._tell(hang_text.positions_text(graph))
+            self._report(hang_text.positions_text(graph))
         if len(self._coordinator.plan.nodes) <= _STACKS_OF_NODES:
             self._write(f"stacks of all nodes:\n{self._host.stacks()}")
 
-    def _tell_ends(self, graph: WaitGraph) -> None:
+    def _report_ends(self, graph: WaitGraph) -> None:
         answering = {view.node for view in graph.views if view.silence_s < graph.unresponsive_after_s}
         now = {wait.key for wait in graph.waits}
-        for key, wait in list(self._told.items()):
+        for key, wait in list(self._reported.items()):
             if key not in now and key[0] in answering:
-                del self._told[key]
-                self._tell(hang_text.ended_text(graph, wait), logging.INFO)
+                del self._reported[key]
+                self._report(hang_text.ended_text(graph, wait), logging.INFO)
 
-    def _tell_silences(self, graph: WaitGraph) -> None:
+    def _report_silences(self, graph: WaitGraph) -> None:
         """Report each process that does not answer, once, also when no other node waits for it."""
         if self._has_just_slept():
             return
         silent = {view.node: view for view in graph.silent}
-        for node in silent.keys() - self._told_silent:
-            self._tell_hang([node], f"node {node}'s {hang_text.silence_text(silent[node])}", is_deadlock=False)
-        for node in self._told_silent - silent.keys():
-            self._tell(f"node {node}: its process answers again, or has ended", logging.INFO)
-        self._told_silent = set(silent)
+        for node in silent.keys() - self._reported_silent:
+            self._report_hang([node], f"node {node}'s {hang_text.silence_text(silent[node])}", is_deadlock=False)
+        for node in self._reported_silent - silent.keys():
+            self._report(f"node {node}: its process answers again, or has ended", logging.INFO)
+        self._reported_silent = set(silent)
 
     def _end_hung(self, graph: WaitGraph) -> None:
         """Kill the nodes without progress whose groups set `on_hang`, which also says what follows."""
@@ -180,7 +180,7 @@ class HangWatch:
                 )
                 self._host.kill([node])
 
-    def _tell_idle(self, graph: WaitGraph) -> None:
+    def _report_idle(self, graph: WaitGraph) -> None:
         """Report once, after the limit, that only servers are left: the program may have forgotten its stop."""
         if self._idle_since is None:
             return
@@ -190,7 +190,7 @@ class HangWatch:
         self._idle_since = min(self._idle_since, time.monotonic())
         if time.monotonic() >= max(self._idle_since, self._awake_since) + self._limit_s:
             self._idle_since = None
-            self._tell(f"note: {hang_text.idle_text(graph)}")
+            self._report(f"note: {hang_text.idle_text(graph)}")
 
     def _rows(self) -> Iterable[list[dict[str, Any]]]:
         return self._coordinator.status().values()
@@ -199,11 +199,11 @@ class HangWatch:
         """Return whether all processes were stopped (Ctrl+Z, Slurm's suspend) at a time within the limit."""
         return time.monotonic() - self._awake_since < self._limit_s
 
-    def _tell_hang(self, nodes: list[str], text: str, is_deadlock: bool) -> None:
+    def _report_hang(self, nodes: list[str], text: str, is_deadlock: bool) -> None:
         self._coordinator.tell("hang", nodes[0], nodes=nodes[:_NAMED_AT_MOST], text=text, is_deadlock=is_deadlock)
-        self._tell(text)
+        self._report(text)
 
-    def _tell(self, text: str, level: int = logging.WARNING) -> None:
+    def _report(self, text: str, level: int = logging.WARNING) -> None:
         if not self._is_over.is_set():
             self._write(text)
             _log.log(level, text)

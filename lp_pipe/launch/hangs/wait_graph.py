@@ -13,7 +13,7 @@ WaitKey = tuple[str, int, float]
 
 
 class ThreadActivities(NamedTuple):
-    """What one thread is doing, from the outermost activity to the innermost.
+    """The activities of one thread, from the outermost to the innermost.
 
     process: the node_id of its process, since thread ids are unique only within one process.
     """
@@ -59,7 +59,7 @@ def threads_of(view: View) -> list[ThreadActivities]:
 
 @dataclass(frozen=True)
 class WaitGraph:
-    """Which thread waits for which node, at one moment.
+    """A snapshot of all threads that wait for a node or serve one.
 
     owners: address id -> node_id. states: node_id -> state, of all nodes. limit_s: the age from which a wait is long.
     unresponsive_after_s: a process that has sent nothing for so long counts as not answering.

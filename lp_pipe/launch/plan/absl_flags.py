@@ -24,8 +24,8 @@ def name_in_pickles() -> None:
         copyreg.pickle(absl_flags.FlagValues, _by_name)
 
 
-def here() -> bytes:
-    """Return the values of all flags, if they were parsed, for `arrive`."""
+def capture() -> bytes:
+    """Return the values of all flags, if they were parsed, for `restore`."""
     absl_flags = sys.modules.get("absl.flags")
     if absl_flags is None or not absl_flags.FLAGS.is_parsed():
         return b""
@@ -36,8 +36,8 @@ def here() -> bytes:
     return codec.dumps(([name for name in _OWN_MODULES if name in sys.modules], values))
 
 
-def arrive(packed: bytes) -> None:
-    """Define and set the flags that `here` has read. Called in a node's process, before its code is loaded."""
+def restore(packed: bytes) -> None:
+    """Define and set the flags that `capture` has read. Called in a node's process, before its code is loaded."""
     if not packed:
         return
     import importlib

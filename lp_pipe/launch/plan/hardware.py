@@ -13,7 +13,7 @@ LABELS = "LP_PIPE_HOST_LABELS"
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a host has.
+    """The hardware of a host.
 
     names: all names by which `Resources(host=...)` may refer to it. gpus: as CUDA_VISIBLE_DEVICES names them (numbers,
     or UUIDs if the launcher was given those). labels: what `Resources(host_labels=...)` may ask for.

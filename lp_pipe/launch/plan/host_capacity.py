@@ -13,7 +13,7 @@ _MANY = 1 << 30  # count for nodes that need nothing that could run out
 
 @dataclass
 class HostCapacity:
-    """What a host has left, and the nodes that it has."""
+    """The remaining capacity of a host, and the nodes placed on it."""
 
     hardware: Hardware
     gpus: int
@@ -44,7 +44,7 @@ class HostCapacity:
         self.nodes.append(spec)
 
 
-def shared_out(label: str, specs: Sequence[NodeSpec], capacities: Mapping[str, HostCapacity]) -> list[str]:
+def choose_hosts(label: str, specs: Sequence[NodeSpec], capacities: Mapping[str, HostCapacity]) -> list[str]:
     """Return the host of each node of a group, in the order of the hosts. Takes no capacity yet.
 
     Raises:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from lp_pipe.launch.engines.base import HostOffer
 from lp_pipe.launch.plan.hardware import Hardware
-from lp_pipe.launch.plan.host_capacity import HostCapacity, check_fit, shared_out, take_planned
+from lp_pipe.launch.plan.host_capacity import HostCapacity, check_fit, choose_hosts, take_planned
 from lp_pipe.launch.plan.placement import Placement, place_all
 from lp_pipe.launch.plan.spec import NodeSpec
 
@@ -130,7 +130,7 @@ def _hosts_of(
                 take_planned(spec, planned[spec.name], capacities)
                 beside[spec.name] = planned[spec.name]
         free = [spec for spec in specs if spec.name not in beside]  # also those whose base group no longer runs
-        for spec, host in zip(free, shared_out(label, free, capacities) if free else [], strict=True):
+        for spec, host in zip(free, choose_hosts(label, free, capacities) if free else [], strict=True):
             capacities[host].take(spec)
             beside[spec.name] = host
         host_of.update(beside)

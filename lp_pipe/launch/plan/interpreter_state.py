@@ -32,7 +32,7 @@ class _NoDefault:
 
 
 class Setting(NamedTuple):
-    """One row of the table.
+    """A row of the table `SETTINGS`.
 
     module: the setting is read if this module is loaded. A node imports the module to apply the setting.
     capture: returns the value, given the module. apply: sets the value, given the module. default: is not sent.
@@ -187,11 +187,13 @@ def _anomaly(torch: Any) -> tuple[bool, bool]:
 
 
 SETTINGS = (
-    Setting("absl.flags", "absl.flags", lambda _: absl_flags.here(), lambda _, value: absl_flags.arrive(value), b""),
+    Setting(
+        "absl.flags", "absl.flags", lambda _: absl_flags.capture(), lambda _, value: absl_flags.restore(value), b""
+    ),
     _functions(
         "absl.logging", "get_verbosity", "set_verbosity"
     ),  # before logging, since absl creates a logger of its own class
-    Setting("logging", "logging", lambda _: logging_state.here(), lambda _, value: logging_state.arrive(value)),
+    Setting("logging", "logging", lambda _: logging_state.capture(), lambda _, value: logging_state.restore(value)),
     Setting("warnings.filters", "warnings", _warning_filters, _set_warning_filters),
     _functions("sys", "getrecursionlimit", "setrecursionlimit"),
     _functions("sys", "getswitchinterval", "setswitchinterval"),
@@ -321,8 +323,8 @@ SETTINGS = (
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
-def here() -> bytes:
-    """Return the settings of this process and of the calling thread, pickled for `arrive`."""
+def capture() -> bytes:
+    """Return the settings of this process and of the calling thread, pickled for `restore`."""
     packed: dict[str, bytes] = {}
     for name, value in _captured(SETTINGS).items():
         try:
@@ -332,8 +334,8 @@ def here() -> bytes:
     return codec.dumps(packed)
 
 
-def arrive(data: bytes) -> None:
-    """Apply what `here` has read, in a node's process."""
+def restore(data: bytes) -> None:
+    """Apply what `capture` has read, in a node's process."""
     values: dict[str, Any] = {}
     for name, value in codec.loads(data).items():
         try:

@@ -82,8 +82,8 @@ class LoggingState:
     last_resort: tuple[int, logging.Formatter | None] | None
 
 
-def here() -> LoggingState:
-    """Return the logging configuration of this process, for `arrive`."""
+def capture() -> LoggingState:
+    """Return the logging configuration of this process, for `restore`."""
     packing = _Packing()
     loggers = {"": logging.root, **{name: one for name, one in _loggers().items() if _is_configured(one)}}
     states = {name: packing.state_of(name, logger) for name, logger in loggers.items()}
@@ -100,7 +100,7 @@ def here() -> LoggingState:
     )
 
 
-def arrive(state: LoggingState) -> None:
+def restore(state: LoggingState) -> None:
     """Set up logging as in the script, in a node's process."""
     global _held_level
     _held_level = state.held_level

@@ -9,7 +9,7 @@ from lp_pipe.resources import Resources
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """One process or thread to start.
+    """A process or thread to start.
 
     node_id: `label/index`; of a process inside a MultiProcessingColocation `label/index.place`, with one more number
         for each colocation inside a colocation.

@@ -1,4 +1,4 @@
-"""What nodes inherit from the launching process: environment, folder, import path, arguments, settings."""
+"""The state that nodes inherit from the launching process: environment, folder, import path, arguments, settings."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ _PREFIXES_OF_A_HOST = ("SSH_", "XDG_", "DBUS_", "SLURM", "KUBERNETES_", "RAY_", 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What nodes inherit from the launching process, as it was at `launch()`. Is pickled and sent to agents.
+    """The state of the launching process at `launch()` that nodes inherit. Is pickled and sent to agents.
 
     state: the settings of the script's process, see interpreter_state.py.
     synced: the launcher's folder (an absolute path without links) of which each host has its own copy; "" for none.
@@ -39,11 +39,11 @@ class Surroundings:
     main: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def here(cls, synced: str = "") -> Self:
+    def capture(cls, synced: str = "") -> Self:
         """Return what nodes inherit from this process as it is now."""
         # A variable without a name may be inherited by exec, but cannot be set in any other way.
         environment = {name: value for name, value in os.environ.items() if name}
-        state = interpreter_state.here()
+        state = interpreter_state.capture()
         paths = import_path(), script_arguments()
         return cls(environment, _current_folder(), *paths, state, synced, main_module.facts())
 

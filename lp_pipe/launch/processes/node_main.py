@@ -286,7 +286,7 @@ def all_stacks() -> str:
 def _run(start: wire.Start, loaded: Generator[Any, None, None], supervision: Supervision) -> Failure | None:
     _set_up_process(start)
     main_module.enter_node(os_text.unpack_map(start.main))
-    interpreter_state.arrive(start.state)
+    interpreter_state.restore(start.state)
     if os.environ.get("PYTHONFAULTHANDLER") == "0":
         faulthandler.disable()
 

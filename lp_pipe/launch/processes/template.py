@@ -3,15 +3,18 @@
 import contextlib
 import errno
 import json
+import logging
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lp_pipe.connections.kernel_calls import most_descriptors
 from lp_pipe.connections.resource_limits import PROCESS_LIMIT_ADVICE, describe_error
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.plan.hardware import this_host
@@ -19,9 +22,22 @@ from lp_pipe.launch.plan.surroundings import import_path
 from lp_pipe.launch.processes import standard_streams
 from lp_pipe.launch.processes.exits import how_it_died
 from lp_pipe.launch.processes.malloc_settings import malloc_environment
+from lp_pipe.launch.processes.node_stream import NodeStream
 from lp_pipe.launch.processes.process_tree import kill_all, marked
-from lp_pipe.launch.processes.template_process import ORPHAN_S, interpreter_flags, receive_message, send_message
+from lp_pipe.launch.processes.template_process import (
+    LAUNCHER_PATIENCE_S,
+    ORPHAN_S,
+    interpreter_flags,
+    receive_message,
+    send_message,
+)
+from lp_pipe.protos import supervision_pb2 as wire
 
+_log = logging.getLogger(__name__)
+
+_PING_EVERY_S = 1.0
+_DESCRIPTORS_PER_NODE = 3  # two for its output, one for its stream
+_OWN_DESCRIPTORS = 8
 # Slow to import and safe to fork. The template loads those that the launching process has loaded.
 _STAGES = "lp_pipe.pipeline.worker.worker"
 _WORTH_PRELOADING = ("numpy", "torch", "torch.optim", "torch.utils._pytree", _STAGES)
@@ -189,3 +205,62 @@ def _with_optimizers(modules: Sequence[str]) -> list[str]:
     """
     is_needed = _STAGES in modules and not this_host().gpus
     return [*modules, _FOR_OPTIMIZERS] if is_needed else [*modules]
+
+
+def check_descriptors(nodes: int) -> None:
+    """Check the descriptors before the start: a node whose connection could not be accepted would wait for ever.
+
+    Raises:
+        LaunchError: this process may not open enough descriptors for so many nodes.
+    """
+    needed = _DESCRIPTORS_PER_NODE * nodes + _OWN_DESCRIPTORS
+    limit = most_descriptors()
+    try:
+        free = limit - len(os.listdir("/dev/fd"))
+    except OSError:  # no /proc: a later shortage is reported where it occurs
+        return
+    if free < needed:
+        nodes_need = "1 node needs" if nodes == 1 else f"{nodes} nodes need"
+        raise LaunchError(
+            f"{nodes_need} {needed} file descriptors in the launching process (host {socket.gethostname()}), but "
+            f"only {max(free, 0)} of its {limit} are free: raise its limit (ulimit -n)"
+        )
+
+
+class LauncherPings:
+    """Pings every second, in a thread of its own, until `end`. From `suspend` to `resume` the template expects none.
+
+    streams: of the nodes, by node_id; nodes may be added later.
+    """
+
+    def __init__(self, template: Template, streams: Mapping[str, NodeStream]) -> None:
+        self._template = template
+        self._streams = streams
+        self._is_over = threading.Event()
+        self._last = time.monotonic()
+        self._is_suspended = False
+        threading.Thread(target=self._run, name="launcher pings", daemon=True).start()
+
+    def suspend(self) -> None:
+        """Stop the nodes until `resume`, because this process is about to be stopped."""
+        self._is_suspended = True
+        self._template.suspend()
+
+    def resume(self) -> None:
+        self._last = time.monotonic()
+        self._is_suspended = False
+        self._template.resume()
+
+    def end(self) -> None:
+        self._is_over.set()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(_PING_EVERY_S):
+            silence_s, self._last = time.monotonic() - self._last, time.monotonic()
+            if silence_s > LAUNCHER_PATIENCE_S and not self._is_suspended:
+                _log.warning(
+                    "this process was frozen for %.0f s: its nodes have ended unless they were frozen, too", silence_s
+                )
+            self._template.ping()
+            for stream in list(self._streams.values()):
+                stream.mention(ping=wire.Ping())

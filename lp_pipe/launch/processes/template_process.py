@@ -275,7 +275,7 @@ def _pidfd(pid: int) -> int | None:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent, the single-threaded template, ends."""
+    """Ask the kernel to kill this process when its parent, the single-threaded template, ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the line above, so its signal will never come
         os._exit(1)

@@ -33,10 +33,10 @@ if sys.argv[1] == "set up":
     root = logging.getLogger()
     {set_up}
     with open("state", "wb") as file:
-        file.write(codec.dumps(logging_state.here()))
+        file.write(codec.dumps(logging_state.capture()))
 else:
     with open("state", "rb") as file:
-        logging_state.arrive(codec.loads(file.read()))
+        logging_state.restore(codec.loads(file.read()))
     {in_node}
 log()
 """
