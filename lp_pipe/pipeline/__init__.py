@@ -12,9 +12,9 @@ from lp_pipe.errors import ScheduleError as ScheduleError
 from lp_pipe.pipeline.early_stopping import EarlyStopping as EarlyStopping
 from lp_pipe.pipeline.layers.model import Layer as Layer
 from lp_pipe.pipeline.layers.model import Model as Model
-from lp_pipe.pipeline.metrics import Max as Max
-from lp_pipe.pipeline.metrics import Mean as Mean
-from lp_pipe.pipeline.metrics import Sum as Sum
+from lp_pipe.pipeline.loss_metrics import Max as Max
+from lp_pipe.pipeline.loss_metrics import Mean as Mean
+from lp_pipe.pipeline.loss_metrics import Sum as Sum
 from lp_pipe.pipeline.results import EvalResult as EvalResult
 from lp_pipe.pipeline.results import StageMemory as StageMemory
 from lp_pipe.pipeline.results import StepResult as StepResult

@@ -24,7 +24,7 @@ from lp_pipe.pipeline.layers.skips import layer_sources, skip_edges
 from lp_pipe.pipeline.layers.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
 from lp_pipe.pipeline.layout import layout_of, sufficient_credits
 from lp_pipe.pipeline.partitioning.plan import Plan
-from lp_pipe.pipeline.plan_in_place import explained, taken
+from lp_pipe.pipeline.plan_in_place import errors_of_plan, plan_for
 from lp_pipe.pipeline.planned import notes, planned_host, replica_seconds
 from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.schedule.numbers_given import as_float, as_int, is_count
@@ -107,11 +107,11 @@ def add_pipeline(
         refuse_time_first(sources)
     tied = tied_names(sources, model.tied)
     names = model_names(sources, tied)
-    place = taken(program, group)
+    place = plan_for(program, group)
     if place is not None:
         stages, replicas = place.plan, 1
         place.compare(program, schedule, recompute, microbatches, resources)
-    with explained(place, group):
+    with errors_of_plan(place, group):
         layout = layout_of(sources, stages, chunks, schedule, microbatches, replicas, recompute)
     edges = tied_edges(tied, layout.cuts) + skip_edges(sources, layout.cuts)
     config = PipelineConfig(

@@ -21,7 +21,7 @@ from lp_pipe.pipeline.schedule.numbers_given import as_float
 from lp_pipe.private_torch import pytree
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
-from lp_pipe.training.device import CPU, Device, chosen_device, computing_with
+from lp_pipe.training.device import CPU, Device, choose_device, computing_with
 from lp_pipe.training.rng import current_microbatch
 
 
@@ -81,7 +81,7 @@ def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: 
         )
     device = pipeline_options.get("device", "auto")
     # The device of the first stage: on another kind, kernels sum in another order.
-    place = chosen_device(str(device if isinstance(device, Device) else device[0]), 0)
+    place = choose_device(str(device if isinstance(device, Device) else device[0]), 0)
     with computing_with((pipeline_options.get("resources") or Resources()).threads):
         # Built before the launch: what it refuses, such as an optimizer, is then an error here and not of a stage.
         plain = PlainLoop(

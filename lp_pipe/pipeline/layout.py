@@ -10,7 +10,7 @@ from lp_pipe.pipeline.compute.recompute_option import Recompute
 from lp_pipe.pipeline.layers.build import parameter_count
 from lp_pipe.pipeline.layers.cuts import balanced_cuts, check_cuts, stage_of
 from lp_pipe.pipeline.partitioning.plan import Plan
-from lp_pipe.pipeline.planned import as_planned
+from lp_pipe.pipeline.planned import options_from_plan
 from lp_pipe.pipeline.schedule import (
     Schedule,
     default_chunks,
@@ -72,8 +72,8 @@ def layout_of(
     if isinstance(stages, Plan):
         plan = stages
         _refuse_replicas(replicas)
-        stages, replicas, schedule, recompute = as_planned(plan, sources, schedule, recompute, chunks)
-    made, name, counts = chosen_schedule(
+        stages, replicas, schedule, recompute = options_from_plan(plan, sources, schedule, recompute, chunks)
+    made, name, counts = choose_schedule(
         "1f1b" if schedule is None else schedule, stages, microbatches, chunks, replicas
     )
     cuts = _cuts(sources, len(made.workers) if stages is None else stages, made)
@@ -105,7 +105,7 @@ DEFAULT_STAGES = 2
 _CREDITS = 4
 
 
-def chosen_schedule(
+def choose_schedule(
     schedule: str | Path | Schedule,
     stages: int | Sequence[int] | None,
     microbatches: int,

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.pipeline.compute.stage_loss import own_loss
+from lp_pipe.pipeline.compute.stage_loss import copy_loss
 from lp_pipe.pipeline.layers.batch_dims import check_dims, marked, unmarked
 from lp_pipe.pipeline.layers.build import build_layers
 from lp_pipe.pipeline.layers.microbatches import apart, count, loss_weights, split
 from lp_pipe.pipeline.layers.model import Model
 from lp_pipe.pipeline.layers.named_layers import NamedLayers, model_names
-from lp_pipe.pipeline.layers.optimizer_factories import made_optimizer, made_scheduler, wants_metric
+from lp_pipe.pipeline.layers.optimizer_factories import make_optimizer, make_scheduler, wants_metric
 from lp_pipe.pipeline.layers.skips import call, layer_sources
 from lp_pipe.pipeline.layers.tied import tie, tied_names
 from lp_pipe.pipeline.worker.module_settings import ModuleSettings, with_loss
@@ -47,7 +47,7 @@ class PlainLoop:
         sources = layer_sources(model)
         self._model = model
         self._device = device
-        self._loss = own_loss(model.loss, device)
+        self._loss = copy_loss(model.loss, device)
         self._microbatches = microbatches
         self._clip_grad_norm = clip_grad_norm
         self._precision = precision
@@ -61,8 +61,8 @@ class PlainLoop:
         self._named = NamedLayers(self._layers)
         named_parameters = dict(self._named.named_parameters())
         self._parameters = model_names(sources, tied).whole_of_parameters([named_parameters])
-        self._optimizer = made_optimizer(model.optimizer, list(self._parameters.items()))
-        self._lr_scheduler = made_scheduler(model.lr_scheduler, self._optimizer) if model.lr_scheduler else None
+        self._optimizer = make_optimizer(model.optimizer, list(self._parameters.items()))
+        self._lr_scheduler = make_scheduler(model.lr_scheduler, self._optimizer) if model.lr_scheduler else None
         self._step = 0
         # A parameter or module that several layers share counts as the first one's.
         self._replicas: dict[int, int] = {}  # by the parameter's id

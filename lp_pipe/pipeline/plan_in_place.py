@@ -92,7 +92,7 @@ def plan_in_place(plan: Plan, source: str, group: str | None = None) -> Iterator
         _current.reset(token)
 
 
-def taken(program: Program, group: str) -> PlanInPlace | None:
+def plan_for(program: Program, group: str) -> PlanInPlace | None:
     """Return the plan for the pipeline of that group, which is being added; None: it has to use its own stages.
 
     Raises:
@@ -117,7 +117,7 @@ def taken(program: Program, group: str) -> PlanInPlace | None:
 
 
 @contextmanager
-def explained(place: PlanInPlace | None, group: str) -> Iterator[None]:
+def errors_of_plan(place: PlanInPlace | None, group: str) -> Iterator[None]:
     """Turn errors about the stages that are made in the body into errors of the plan.
 
     Raises:

@@ -21,7 +21,7 @@ class Planned(NamedTuple):
     recompute: Recompute
 
 
-def as_planned(
+def options_from_plan(
     plan: Plan,
     sources: Sequence[Any],
     schedule: str | Path | Schedule | None,

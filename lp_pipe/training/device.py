@@ -37,7 +37,7 @@ def check_devices(device: Device | Sequence[Device], workers: int, channel: str 
     return names
 
 
-def chosen_device(name: str, rank: int) -> torch.device:
+def choose_device(name: str, rank: int) -> torch.device:
     """Return the device of a rank's stages, in the rank's own process.
 
     "auto" takes a GPU if there is one; the ranks take the GPUs in turn. A node that asks for GPUs (`Resources(gpus=1)`)

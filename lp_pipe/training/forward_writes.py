@@ -20,7 +20,7 @@ from lp_pipe.training.buffer_snapshot import BufferSnapshot
 from lp_pipe.training.device import CPU
 
 
-def are_users(modules: Iterable[nn.Module]) -> set[int]:
+def parameters_of_user_modules(modules: Iterable[nn.Module]) -> set[int]:
     """Return the ids of the parameters of modules that are not torch's own."""
     users = [module for module in modules if type(module).__module__.partition(".")[0] != "torch"]
     return {id(parameter) for module in users for parameter in module.parameters(recurse=False)}
@@ -45,7 +45,7 @@ class ForwardWrites:
         self._rows = ShortenedRows(modules)
         tables = {id(module.weight) for module in modules if has_short_rows(module)}
         self._named = [(name, parameter) for name, parameter in named_parameters if id(parameter) not in tables]
-        own = are_users(modules)
+        own = parameters_of_user_modules(modules)
         suspects = frozenset(place for place, (_, parameter) in enumerate(self._named) if id(parameter) in own)
         # by whether the operation trains; empty after the first operation
         self._suspects = {True: suspects, False: suspects}
@@ -126,7 +126,7 @@ class ForwardWrites:
                 "this parameter is copied"
             )
 
-    def are_loaded(self) -> None:
+    def note_loaded(self) -> None:
         """Note that all parameters were set."""
         self._lost = None
 

@@ -26,7 +26,7 @@ class OfParameter(NamedTuple):
     options: dict[str, Any]
 
 
-def says_it_itself(optimizer: torch.optim.Optimizer) -> bool:
+def overrides_state_dict(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer's class overrides state_dict() or load_state_dict()."""
     kind, usual = type(optimizer), torch.optim.Optimizer
     return any(
@@ -37,18 +37,18 @@ def says_it_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 def state_of(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, dict[str, Any]]:
     """Return the optimizer's state by parameter, without copying it."""
-    if not says_it_itself(optimizer):
+    if not overrides_state_dict(optimizer):
         return optimizer.state  # packing it would take as long as copying many small parameters
     packed = optimizer.state_dict()
     return {parameter: packed["state"].get(index, {}) for _, index, parameter in _places(optimizer, packed)}
 
 
-def keys_beside(optimizer: torch.optim.Optimizer) -> list[Any]:
+def keys_of_no_parameter(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the keys of state that belongs to no single parameter, such as a count of steps.
 
     torch's state_dict() contains these entries too.
     """
-    if not says_it_itself(optimizer):
+    if not overrides_state_dict(optimizer):
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [key for key, values in optimizer.state.items() if values and id(key) not in own]
     packed = optimizer.state_dict()
@@ -58,7 +58,7 @@ def keys_beside(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def restore(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, OfParameter]) -> None:
     """Give the optimizer the saved state and options; parameters that are not in `saved` keep theirs."""
-    if says_it_itself(optimizer):
+    if overrides_state_dict(optimizer):
         _load(optimizer, saved)
         return
     for group in optimizer.param_groups:
@@ -100,7 +100,7 @@ def refuse_hidden_state(optimizer: torch.optim.Optimizer) -> None:
         PipelineError: the optimizer has such state; the error says where to keep it instead.
     """
     kind = type(optimizer).__name__
-    if says_it_itself(optimizer):
+    if overrides_state_dict(optimizer):
         packed: Any = optimizer.state_dict()
         if not isinstance(packed, Mapping) or not {"state", "param_groups"} <= packed.keys():
             raise PipelineError(
@@ -118,7 +118,7 @@ def refuse_hidden_state(optimizer: torch.optim.Optimizer) -> None:
         raise PipelineError(
             f"{kind} has neither a state_dict() nor a state, so a checkpoint could not save it: {_ONE_STATE}"
         )
-    if beside := sorted(map(str, keys_beside(optimizer))):
+    if beside := sorted(map(str, keys_of_no_parameter(optimizer))):
         raise PipelineError(
             f"{kind}.state has {', '.join(map(repr, beside))}, which is no parameter of its groups and which a "
             "checkpoint of a pipeline would lose: it keeps only what belongs to a parameter, so that any number of "

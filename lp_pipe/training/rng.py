@@ -43,7 +43,7 @@ def sample_rng(number: int) -> Iterator[None]:
             torch.set_rng_state(before)
 
 
-def nobody_draws() -> contextlib.AbstractContextManager[Any]:
+def generators_locked() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which no other thread of this process is in a `step_rng`."""
     return _generator_lock
 

@@ -52,7 +52,7 @@ _TOO_LATE = (
 _Gradients = tuple[Tensor | None, ...]  # for each output or input of a node; None without a gradient
 
 
-class _Kept(NamedTuple):
+class _JointGradients(NamedTuple):
     """The gradients that part 1 keeps of a joint.
 
     gradients: of a node of torch's own those that arrived, for each output; of a user's function those that it has
@@ -105,7 +105,7 @@ class SplitBackward:
         self._roots = {
             index: (starts[index], _gradient_of(*roots[index])) for group in self._groups for index in group.roots
         }
-        self._kept: dict[Node, _Kept] = {}
+        self._kept: dict[Node, _JointGradients] = {}
         handles = [_keep(joint, self._kept) for group in self._groups for joint in group.joints]
         try:
             gradients = [_gradient_of(root, gradient) for root, gradient in roots]
@@ -210,14 +210,14 @@ def _is_users(node: Node) -> bool:
     return isinstance(node, BackwardCFunction) or node.name().startswith(_OF_EXTENSIONS)
 
 
-def _keep(joint: Node, kept: dict[Node, _Kept]) -> RemovableHandle:
+def _keep(joint: Node, kept: dict[Node, _JointGradients]) -> RemovableHandle:
     def keep(gradients: _Gradients, *_: Any) -> None:
-        kept[joint] = _Kept(gradients, _versions(gradients))
+        kept[joint] = _JointGradients(gradients, _versions(gradients))
 
     return joint.register_hook(keep) if _is_users(joint) else joint.register_prehook(keep)
 
 
-def _results_of(joint: Node, kept: _Kept) -> _Gradients:
+def _results_of(joint: Node, kept: _JointGradients) -> _Gradients:
     """Return the gradients of the joint's inputs that the running engine is asked for."""
     if _versions(kept.gradients) != kept.versions:
         raise PipelineError(

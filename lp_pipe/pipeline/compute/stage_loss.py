@@ -16,7 +16,7 @@ from lp_pipe.private_torch import buffers_of, non_persistent_buffers
 from lp_pipe.training.buffer_snapshot import BufferPlace, BufferSnapshot, set_buffer
 
 
-def own_loss(loss: Loss, device: torch.device) -> Loss:
+def copy_loss(loss: Loss, device: torch.device) -> Loss:
     """Return a copy of the loss with its buffers (weights of classes) on the device.
 
     A loss that is no module is returned itself.
@@ -31,7 +31,7 @@ class StageLoss:
     """
 
     def __init__(self, loss: Loss | None, device: torch.device) -> None:
-        self.call = own_loss(loss, device) if loss is not None else None
+        self.call = copy_loss(loss, device) if loss is not None else None
         self.modules = list(self.call.modules()) if isinstance(self.call, nn.Module) else []
         self._device = device
         self._first = BufferSnapshot(self.modules)

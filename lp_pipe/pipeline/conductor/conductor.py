@@ -23,7 +23,7 @@ from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.batch_dims import marked
 from lp_pipe.pipeline.layers.microbatches import apart, loss_weights, total_weight
-from lp_pipe.pipeline.metrics import scaled
+from lp_pipe.pipeline.loss_metrics import scaled
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.pipeline.saving import safetensors_file
 from lp_pipe.pipeline.saving.contents import Manifest

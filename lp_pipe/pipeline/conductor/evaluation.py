@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.microbatches import check_pair
-from lp_pipe.pipeline.metrics import Totals, merged, results, scaled
+from lp_pipe.pipeline.loss_metrics import Totals, merged, results, scaled
 from lp_pipe.pipeline.results import EvalResult
 
 Batch = tuple[Any, Any]

@@ -20,7 +20,7 @@ from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.batch_dims import marked
 from lp_pipe.pipeline.layers.batch_gradients import joined_gradients, joined_outputs, without_graph
 from lp_pipe.pipeline.layers.microbatches import aligned, apart, check_pair, count
-from lp_pipe.pipeline.metrics import Totals, merged, results
+from lp_pipe.pipeline.loss_metrics import Totals, merged, results
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.pipeline.worker.batches import BatchSource

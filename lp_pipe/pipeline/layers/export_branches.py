@@ -93,12 +93,12 @@ def check_as_asked(root: fx.GraphModule) -> None:
             asked, dtype = note.args[0], _noted(note)
             if dtype is not None and asked.op not in known:
                 with module.graph.inserting_before(note):
-                    module.graph.call_function(same_dtype, (asked, dtype, _line_of(note)))
+                    module.graph.call_function(refuse_other_dtype, (asked, dtype, _line_of(note)))
             module.graph.erase_node(note)
         module.recompile()
 
 
-def same_dtype(tensor: Tensor, dtype: torch.dtype, where: str) -> None:
+def refuse_other_dtype(tensor: Tensor, dtype: torch.dtype, where: str) -> None:
     """Refuse a tensor of another dtype than the example's, on which forward depends.
 
     Raises:

@@ -14,7 +14,7 @@ _EACH_STAGE = "which every stage worker calls with"
 _MAKE_LISTS = "make lists for groups from optimizer.param_groups"
 
 
-def made_optimizer(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def make_optimizer(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """Return the optimizer that the user's function makes for a worker's parameters.
 
     Raises:
@@ -57,7 +57,7 @@ def made_optimizer(factory: OptimizerFactory, named: Sequence[tuple[str, nn.Para
     return optimizer
 
 
-def made_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> Any:
+def make_scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> Any:
     """Return the scheduler that the user's function makes; it is stepped without arguments, or with a metric.
 
     Raises:

@@ -25,7 +25,7 @@ _OF_MODULES = {*vars(nn.Module()), "forward"}
 
 
 @contextmanager
-def once_refused(module: nn.Module) -> Iterator[None]:
+def unrepeatable_refused(module: nn.Module) -> Iterator[None]:
     """Trace `module` in the body, and refuse what its graph would repeat in all calls.
 
     torch.export restores attributes when it is done, so they are compared where forward ends.
@@ -155,7 +155,7 @@ def _results(module: nn.Module, example: _Example) -> list[Tensor]:
 
 @contextmanager
 def _others_as_before() -> Iterator[None]:
-    """Restore the generators of Python and numpy after the body; `once_refused` reports draws from them."""
+    """Restore the generators of Python and numpy after the body; `unrepeatable_refused` reports draws from them."""
     pythons, numpys = random.getstate(), np.random.get_state()
     try:
         yield

@@ -37,12 +37,12 @@ def check_shapes(
     for name, value in own.items():
         if isinstance(value, Tensor) and not isinstance(state[name], Tensor):
             raise PipelineError(f"{what} of another model: {name} is a {type(state[name]).__name__} there, no tensor")
-    for name in misfits(state, own, fitting):
+    for name in shape_mismatches(state, own, fitting):
         shapes = f"shape {list(state[name].shape)} there and {list(own[name].shape)} here"
         raise PipelineError(f"{what} of another model: {name} has {shapes}")
 
 
-def misfits(
+def shape_mismatches(
     state: Mapping[str, Any], own: Mapping[str, Any], fitting: Callable[[dict[str, Tensor]], Collection[str]]
 ) -> list[str]:
     """Return the names of tensors with another shape than in `own` that no module takes.
@@ -55,7 +55,7 @@ def misfits(
     return [name for name in others if name not in fits]
 
 
-def taken_by(named_layers: Iterable[tuple[str, nn.Module]], state: Mapping[str, Tensor]) -> set[str]:
+def accepted_by_modules(named_layers: Iterable[tuple[str, nn.Module]], state: Mapping[str, Tensor]) -> set[str]:
     """Return which of these tensors, of other shapes than the layers', the layers' modules would take.
 
     Modules that read a state in their own way may, such as observers of quantisation, which make their ranges as long

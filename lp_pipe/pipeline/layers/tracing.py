@@ -19,7 +19,7 @@ from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.layers.export_branches import _TORCH, AskedDtypes, branches_of, check_as_asked
 from lp_pipe.pipeline.layers.export_gradients import own_gradients_refused
 from lp_pipe.pipeline.layers.piece import Inputs, inputs_of, template_of
-from lp_pipe.pipeline.layers.repeatability import once_refused
+from lp_pipe.pipeline.layers.repeatability import unrepeatable_refused
 from lp_pipe.private_torch import (
     is_pipe_split,
     pytree,
@@ -148,7 +148,7 @@ def _exported_with(other_sizes: Any, module: nn.Module, example: _Example) -> to
         torch.inference_mode(False),
         torch.enable_grad(),
         own_gradients_refused(module),
-        once_refused(module),
+        unrepeatable_refused(module),
         AskedDtypes(),
     ):
         return torch.export.export(module, *example, dynamic_shapes=dynamic)

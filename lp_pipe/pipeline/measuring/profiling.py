@@ -17,7 +17,7 @@ from lp_pipe.pipeline.measuring.busy import others_busy
 from lp_pipe.pipeline.measuring.layer_rounds import Measured, Work
 from lp_pipe.pipeline.partitioning import LayerProfile, Profile
 from lp_pipe.resources import Resources
-from lp_pipe.training.device import check_devices, chosen_device, computing_with
+from lp_pipe.training.device import check_devices, choose_device, computing_with
 
 _LEAST_ROUNDS = 5
 _MOST_ROUNDS = 50
@@ -49,7 +49,7 @@ def profile(model: Model, sample_input: Any, sample_target: Any, *, device: str 
 def profile_layers(work: Work, busy: int = 1) -> Profile:
     """As `profile`."""
     (name,) = check_devices(work.device, 1)
-    work = replace(work, device=str(chosen_device(name, 0)))
+    work = replace(work, device=str(choose_device(name, 0)))
     rounds = work.rounds()
     with others_busy(work, busy - 1), computing_with(Resources().threads):
         rounds.warm_up()

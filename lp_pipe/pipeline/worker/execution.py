@@ -17,7 +17,7 @@ from lp_pipe.pipeline.layers.batch_dims import unmarked
 from lp_pipe.pipeline.layers.batch_gradients import detached_copy, gradients_of, with_gradient
 from lp_pipe.pipeline.layers.message import Message
 from lp_pipe.pipeline.layers.model import Loss
-from lp_pipe.pipeline.metrics import Totals, add_metrics
+from lp_pipe.pipeline.loss_metrics import Totals, add_metrics
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.ir import WORDS

@@ -13,7 +13,7 @@ from lp_pipe.pipeline.compute.activation_meter import bytes_of
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
-from lp_pipe.pipeline.layers.optimizer_factories import made_optimizer, made_scheduler, wants_metric
+from lp_pipe.pipeline.layers.optimizer_factories import make_optimizer, make_scheduler, wants_metric
 from lp_pipe.pipeline.saving.contents import Saved
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.private_torch import versions_of
@@ -36,7 +36,7 @@ from lp_pipe.training.resume_checks import (
     refuse_other_optimizer,
     refuse_other_scheduler,
 )
-from lp_pipe.training.rng import nobody_draws, optimizer_place, step_rng
+from lp_pipe.training.rng import generators_locked, optimizer_place, step_rng
 
 
 class Update(enum.Enum):
@@ -66,10 +66,10 @@ class Training:
         # Not for frozen ones alone: factories often leave these out, and torch refuses an empty list.
         if any(parameter.requires_grad for _, parameter in self._parameters):
             # Not while a layer is made: torch imports its compiler for both, and is not ready for two threads.
-            with nobody_draws():
-                self._optimizer = made_optimizer(optimizer, self._parameters)
+            with generators_locked():
+                self._optimizer = make_optimizer(optimizer, self._parameters)
             if lr_scheduler is not None:
-                self._lr_scheduler = made_scheduler(lr_scheduler, self._optimizer)
+                self._lr_scheduler = make_scheduler(lr_scheduler, self._optimizer)
                 self.waits_for_metric = wants_metric(self._lr_scheduler)
 
     @property
@@ -223,7 +223,7 @@ class Training:
             for group, name, _ in self._grouped():
                 if name in saved.optimizer and "initial_lr" not in saved.optimizer[name]["options"]:
                     group.pop("initial_lr", None)
-            self._lr_scheduler = made_scheduler(self._scheduler_factory, self._optimizer)
+            self._lr_scheduler = make_scheduler(self._scheduler_factory, self._optimizer)
 
     def _step_optimizer(self, step: int, update: int) -> None:
         """Replicas draw the same (SGLD's noise), or they would not stay copies; and so do runs, and who resumes one."""

@@ -21,7 +21,7 @@ from lp_pipe.pipeline.layers.microbatches import aligned
 from lp_pipe.pipeline.layers.model_checks import refuse_time_first
 from lp_pipe.pipeline.layers.model_names import names_by_index, with_formats
 from lp_pipe.pipeline.layers.named_layers import eval_mode
-from lp_pipe.pipeline.layers.state_shapes import check_shapes, misfits, taken_by
+from lp_pipe.pipeline.layers.state_shapes import accepted_by_modules, check_shapes, shape_mismatches
 from lp_pipe.pipeline.results import NonFinite, StageMemory
 from lp_pipe.pipeline.saving.contents import Saved, is_of, joined
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
@@ -47,7 +47,7 @@ from lp_pipe.pipeline.worker.tasks import Task
 from lp_pipe.pipeline.worker.training import Training, Update
 from lp_pipe.pipeline.worker.whereabouts import Whereabouts
 from lp_pipe.private_torch import buffers_of, parameters_of, version_of
-from lp_pipe.training.device import chosen_device, current, to_host
+from lp_pipe.training.device import choose_device, current, to_host
 from lp_pipe.training.forward_writes import ForwardWrites
 from lp_pipe.training.rng import change_place, step_rng
 
@@ -66,7 +66,7 @@ class StageWorker:
         node = context()
         self._config = pipeline
         self._worker, self._replica = pipeline.ranks.places[worker.rank]
-        self._device = chosen_device(pipeline.devices[self._worker], worker.rank)
+        self._device = choose_device(pipeline.devices[self._worker], worker.rank)
         self._name = node.name
         self._stages = stages_of(worker, pipeline, self._device, owns_sources=node.owns_arguments)
         if not pipeline.has_batch_dims:
@@ -193,7 +193,7 @@ class StageWorker:
         first = min((stage.first_layer for stage in self._stages.values()), default=0)
         with current(self._device), step_rng(self._config.seed, first, step, change_place(first)):
             result = self._settings.apply(change)
-        self._writes.are_loaded()
+        self._writes.note_loaded()
         return to_host(result, self._device)
 
     def _apply_callbacks(self, step: int) -> None:
@@ -204,7 +204,7 @@ class StageWorker:
             step_rng(self._config.seed, first, step, change_place(first)),
         ):
             if self._settings.apply_due(self._config.callbacks, step):
-                self._writes.are_loaded()
+                self._writes.note_loaded()
 
     def undo_settings(self, settings: Settings) -> bool:
         """Set what `apply_to_modules` has changed beside tensors back; returns whether it has changed tensors."""
@@ -269,7 +269,7 @@ class StageWorker:
 
     def taken(self, state: dict[str, Tensor]) -> set[str]:
         """Which of these, that have other shapes than here, `load_state_dict` would take even so."""
-        return taken_by([named for stage in self._stages.values() for named in stage.named_layers()], state)
+        return accepted_by_modules([named for stage in self._stages.values() for named in stage.named_layers()], state)
 
     def formats(self) -> dict[str, int]:
         """The versions of what its modules save, as far as they are not the first."""
@@ -281,7 +281,7 @@ class StageWorker:
         self._ahead.forget_versions()
         for stage in self._stages.values():
             stage.load_state_dict(state)
-        self._writes.are_loaded()
+        self._writes.note_loaded()
 
     def read(self, path: str, strict: bool) -> dict[str, list[str]]:
         """Read what belongs to this worker's layers, and change nothing before `adopt`: the other workers may fail to.
@@ -306,7 +306,7 @@ class StageWorker:
                 "values are not in the checkpoint, and kept as they are": [
                     name for name in own if name not in saved.weights
                 ],
-                "values have another shape in the checkpoint, and are kept as they are": misfits(
+                "values have another shape in the checkpoint, and are kept as they are": shape_mismatches(
                     saved.weights, own, self.taken
                 ),
             }

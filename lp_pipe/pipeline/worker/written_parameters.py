@@ -10,7 +10,7 @@ from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.private_torch import parameters_of, version_of
 from lp_pipe.training.device import CPU
-from lp_pipe.training.forward_writes import are_users
+from lp_pipe.training.forward_writes import parameters_of_user_modules
 
 _Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -36,7 +36,7 @@ class CopiedParameters:
         modules = [module for stage in stages.values() for module in stage.modules()]
         places = {id(p): (module, own) for module in modules for own, p in parameters_of(module).items()}
         self._places = {name: places[id(p)] for name, p in copied.items()}  # where older weights may stand in for it
-        users = are_users(modules)
+        users = parameters_of_user_modules(modules)
         self._suspects = {name for name, p in copied.items() if id(p) in users}  # none after the first check
         self._held: dict[str, Tensor] = {}  # by the suspects, before it
 

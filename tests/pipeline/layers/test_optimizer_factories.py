@@ -9,7 +9,7 @@ from torch import nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.layers.optimizer_factories import made_optimizer, made_scheduler, wants_metric
+from lp_pipe.pipeline.layers.optimizer_factories import make_optimizer, make_scheduler, wants_metric
 from tests.pipeline.plain_loop import D, PlainLoop, assert_same_state, launched, random_batches, sgd, squared_error
 
 NAMED = [(name, parameter) for name, parameter in nn.Linear(2, 2).named_parameters()]
@@ -17,9 +17,9 @@ WITHIN_S = 20.0
 
 
 def test_a_list_of_names_and_parameters_makes_an_optimizer_and_that_a_scheduler() -> None:
-    optimizer = made_optimizer(lambda named: torch.optim.Adam(named[:1]), NAMED)
+    optimizer = make_optimizer(lambda named: torch.optim.Adam(named[:1]), NAMED)
     assert optimizer.param_groups[0]["params"] == [NAMED[0][1]]
-    scheduler = made_scheduler(lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), optimizer)
+    scheduler = make_scheduler(lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), optimizer)
     optimizer.step()
     scheduler.step()
     assert scheduler.get_last_lr() == [0.0005]
@@ -44,8 +44,8 @@ def test_groups_of_pairs_are_refused_where_one_is_empty_and_groups_of_parameters
         return torch.optim.AdamW([{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}])
 
     with pytest.raises(pp.PipelineError, match=r"empty on this stage worker \(weight\).* parameters alone"):
-        made_optimizer(lambda named: by_kind(named, lambda item: item), NAMED[:1])
-    optimizer = made_optimizer(lambda named: by_kind(named, lambda item: item[1]), NAMED[:1])
+        make_optimizer(lambda named: by_kind(named, lambda item: item), NAMED[:1])
+    optimizer = make_optimizer(lambda named: by_kind(named, lambda item: item[1]), NAMED[:1])
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
 
 
@@ -64,12 +64,12 @@ def test_groups_of_pairs_are_refused_where_one_is_empty_and_groups_of_parameters
 )
 def test_what_is_no_optimizer_of_these_parameters_is_refused(factory: Any, message: str) -> None:
     with pytest.raises(pp.PipelineError, match=message):
-        made_optimizer(factory, NAMED)
+        make_optimizer(factory, NAMED)
 
 
 def test_other_errors_of_a_factory_are_its_own() -> None:
     with pytest.raises(ValueError, match="Invalid learning rate") as caught:
-        made_optimizer(lambda named: torch.optim.SGD(named, lr=-1.0), NAMED)
+        make_optimizer(lambda named: torch.optim.SGD(named, lr=-1.0), NAMED)
     assert not isinstance(caught.value, pp.PipelineError)
 
 
@@ -128,7 +128,7 @@ class Steps:
     ids=["nothing", "default", "any", "metric"],
 )
 def test_what_step_must_be_given_is_a_metric(step: Any, is_metric: bool) -> None:
-    scheduler = made_scheduler(lambda optimizer: Steps(step), sgd(NAMED))
+    scheduler = make_scheduler(lambda optimizer: Steps(step), sgd(NAMED))
     assert wants_metric(scheduler) == is_metric
 
 
@@ -146,7 +146,7 @@ def test_what_step_must_be_given_is_a_metric(step: Any, is_metric: bool) -> None
 def test_a_scheduler_is_stepped_without_arguments_or_with_one(factory: Any, message: str) -> None:
     """One that wants more failed after the update, and only a checkpoint made the pipeline whole again."""
     with pytest.raises(pp.PipelineError, match=message):
-        made_scheduler(factory, sgd(NAMED))
+        make_scheduler(factory, sgd(NAMED))
 
 
 def test_a_learning_rate_that_is_a_tensor_is_each_workers_own() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.metrics import Totals, add_metrics, merged, results, scaled
+from lp_pipe.pipeline.loss_metrics import Totals, add_metrics, merged, results, scaled
 from tests.pipeline.plain_loop import launched, sgd
 
 LABELS = torch.tensor([0, 1, 1, 1, 2, 0, 3, 3])
