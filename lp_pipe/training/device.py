@@ -112,7 +112,7 @@ def check_precision(precision: Any) -> None:
         PipelineError: the error lists the known ones.
     """
     if precision not in PRECISIONS:
-        raise PipelineError(f"precision={precision!r}: known are {', '.join(PRECISIONS)}")
+        raise PipelineError(f"precision={precision!r}: give one of {', '.join(PRECISIONS)}")
 
 
 def autocast(precision: str, device_type: str = "cpu") -> AbstractContextManager[Any]:

@@ -121,4 +121,4 @@ def test_the_check_knows_precisions() -> None:
 
 
 def test_unknown_precisions_are_refused() -> None:
-    refuses(pp.PipelineError, "precision='fp8': known are fp32, bf16, fp16", precision="fp8")
+    refuses(pp.PipelineError, "precision='fp8': give one of fp32, bf16, fp16", precision="fp8")
