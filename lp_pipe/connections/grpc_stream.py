@@ -259,6 +259,7 @@ class GrpcListener(Listener):
         stop = threading.Thread(target=self._server.stop, args=(threading.TIMEOUT_MAX,), daemon=True)
         stop.start()
         stop.join()
+        self.refusals.summarize()
 
     def _accept(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Start a connection for a new stream; gRPC calls this in a thread per stream and sends the outbox."""

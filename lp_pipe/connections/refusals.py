@@ -2,37 +2,61 @@
 
 import logging
 import threading
+import time
+from collections import Counter
 
 from lp_pipe.connections.resource_limits import describe_error
 
 _log = logging.getLogger(__name__)
-_MOST_REASONS = 100
+_MOST_LINES = 100
+_SUMMARY_EVERY_S = 60.0
+_SHOWN_IN_SUMMARY = 5
 
 
 class Refusals:
     """The refused connections of one listener, whose name is `label`.
 
-    The log has the 1st, 2nd, 4th, 8th, … for each reason: refused peers must not fill the disk, and port scans must not
-    hide a peer that knows more.
+    The log has the first of each address and reason, for the first 100 pairs, and then at most one line of counts a
+    minute. So refused peers cannot fill the disk, and port scans do not hide a peer that knows more.
     """
 
     def __init__(self, label: str) -> None:
         self.count = 0
         self._label = label
-        self._by_reason: dict[str, int] = {}
+        self._seen: set[tuple[str, str]] = set()
+        self._not_logged: Counter[tuple[str, str]] = Counter()
+        self._summary_at = 0.0  # when the next line of counts may be logged
         self._lock = threading.Lock()
         self._is_waiting = False
 
     def note(self, stranger: str, why: str) -> None:
-        """Count a refused peer, and perhaps log it; any thread."""
+        """Count a refused peer ("ADDRESS:PORT"), and perhaps log it. Any thread may call this."""
+        key = stranger.rpartition(":")[0] or stranger, why
         with self._lock:
             self.count += 1
+            is_first = key not in self._seen and len(self._seen) < _MOST_LINES
+            if is_first:
+                self._seen.add(key)
+            else:
+                self._summary_at = self._summary_at or time.monotonic() + _SUMMARY_EVERY_S
+                self._not_logged[key if key in self._seen else ("other peers", "other reasons")] += 1
+            is_due = not is_first and time.monotonic() >= self._summary_at
+        if is_first:
+            _log.warning("%s has refused %s: %s", self._label, stranger, why)
+        if is_due:
+            self.summarize()
+
+    def summarize(self) -> None:
+        """Log the counts of refused peers since the last summary, if any. Called when the listener closes."""
+        with self._lock:
+            counts, self._not_logged = self._not_logged, Counter()
+            self._summary_at = 0.0
             total = self.count
-            key = why if why in self._by_reason or len(self._by_reason) < _MOST_REASONS else ""
-            count = self._by_reason[key] = self._by_reason.get(key, 0) + 1
-        if count & (count - 1) == 0:
-            so_far = f"{count} times so far, of {total} in all"
-            _log.warning("%s has refused %s: %s (%s)", self._label, stranger, why, so_far)
+        if counts:
+            parts = [f"{count} x {address}: {why}" for (address, why), count in counts.most_common(_SHOWN_IN_SUMMARY)]
+            parts += [f"{len(counts) - len(parts)} more reasons"] if len(counts) > len(parts) else []
+            text = "; ".join(parts)
+            _log.warning("%s has refused %d more (%d in all): %s", self._label, counts.total(), total, text)
 
     def keep_waiting(self, error: OSError) -> None:
         """Log that no connection can be accepted at the moment; once, until `go_on`."""

@@ -140,6 +140,7 @@ class TlsListener(Listener):
 
     def close(self, reason: str = "closed") -> None:
         self._acceptor.close()
+        self.refusals.summarize()
 
     def _let_in(self, sock: ssl.SSLSocket, address: str) -> None:
         connection = TlsConnection(sock, f"client of {self.endpoint} ({address})", self._silence_s)

@@ -143,6 +143,7 @@ class UnixListener(Listener):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, which close() alone does not
         self._turn_away(reason)
         self._socket.close()
+        self.refusals.summarize()
 
     def _turn_away(self, reason: str) -> None:
         """Send the reason to clients that were not accepted in time; the system would only reset their connections."""
