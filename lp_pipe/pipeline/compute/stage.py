@@ -143,7 +143,7 @@ class Stage(NamedLayers):
         stash = self.activation_stash[microbatch if number is None else number] = ActivationStash((step, microbatch))
         with self._buffers.watched():
             output = self._run(message, step, microbatch, stash, {} if skips is None else skips)
-        self._buffers.after_forward()
+        self._buffers.backward_check.after_forward()
         return output
 
     def message_of(self, value: Any) -> Message:

@@ -55,7 +55,7 @@ class WrittenBuffers:
         """
         modules = [module for layer in layers for module in layer.modules()]
         self._modules = with_buffers(layers)
-        self._late = BackwardWriteCheck([] if is_asynchronous else modules)
+        self.backward_check = BackwardWriteCheck([] if is_asynchronous else modules)
         self._written: frozenset[BufferPlace] | None = None  # None: unknown before the first forward
         layers_by_name = {str(index): layer for index, layer in enumerate(layers, start=first_layer)}
         self._constants: dict[BufferPlace, str] = {}
@@ -92,7 +92,7 @@ class WrittenBuffers:
         """
         if not are_saved:
             self._replaced.clear()
-            self._late.forget()
+            self.backward_check.forget()
             return
         if not self._written:
             return
@@ -104,10 +104,6 @@ class WrittenBuffers:
                 put_buffer(module, name, copies.setdefault(id(buffer), buffer.clone()))
                 self._replaced.append((weakref.ref(buffer), version_of(buffer), f"{type(module).__name__}.{name}"))
 
-    def after_forward(self) -> None:
-        """Note that a forward of training has run, whose backward is to come."""
-        self._late.after_forward()
-
     def after_backward(self) -> None:
         """Note that a backward has run, or the first part of a split one.
 
@@ -115,12 +111,12 @@ class WrittenBuffers:
             PipelineError: it has written to a buffer that was replaced, or that later forwards have used.
         """
         self._check_replaced()
-        self._late.after_backward(self._written or _NO_PLACE)
+        self.backward_check.after_backward(self._written or _NO_PLACE)
 
     def after_weights(self) -> None:
         """Note that the second part of a split backward has run; raises as `after_backward`."""
         self._check_replaced()
-        self._late.after_weights(self._written or _NO_PLACE)
+        self.backward_check.after_weights(self._written or _NO_PLACE)
 
     def _check_replaced(self) -> None:
         if not self._replaced:
