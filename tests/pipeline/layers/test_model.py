@@ -260,7 +260,7 @@ def test_the_factory_that_fails_is_named() -> None:
 def test_the_other_parts_of_a_model_are_checked_at_once() -> None:
     with pytest.raises(pp.PipelineError, match="loss_weight='tokens'"):
         pp.Model([nn.ReLU()], squared_error, sgd, loss_weight="tokens")
-    with pytest.raises(pp.PipelineError, match="loss_weight=None: use"):  # the step failed: "not callable"
+    with pytest.raises(pp.PipelineError, match="loss_weight=None: give"):  # the step failed: "not callable"
         pp.Model([nn.ReLU()], squared_error, sgd, loss_weight=None)  # type: ignore[arg-type]
     with pytest.raises(pp.PipelineError, match="loss='mse' is not callable: give a function of"):
         pp.Model([nn.ReLU()], "mse", sgd)  # type: ignore[arg-type]
