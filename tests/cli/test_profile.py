@@ -100,11 +100,11 @@ def test_a_programs_pipeline_is_profiled_on_its_feeders_first_microbatch(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (["two"], "has several pipelines: say which group: stages, others"),
+        (["two"], "several pipelines: name the group of one: stages, others"),
         (["two", "--group=others"], "the pipeline has no feeder"),
-        (["one_group"], "has the stages of 2 pipelines, and nothing says which one is meant: give each a group"),
+        (["one_group"], "has the stages of 2 pipelines: give each a group"),
         (["one_group", "--group=stages"], "group 'stages' of Program('fed': "),
-        (["two", "--group=feeder"], "group 'feeder' is no pipeline"),
+        (["two", "--group=feeder"], "group 'feeder'"),
         (["needy"], "node needy/0 needs a client of feeder/0"),
         (["empty"], "has no pipeline"),
         (["make_program", "--device=gpu"], "'gpu' must be 'auto', 'cpu', 'cuda'"),
@@ -182,4 +182,4 @@ def test_processes_that_keep_busy_end_with_the_command(number: int, folder: Path
 
 def test_busy_needs_a_number_of_processes(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", target, "--busy=0"]) == 2
-    assert "busy=0: a number of processes, of which this one is the first: at least 1" in capsys.readouterr().err
+    assert "busy=0: must be at least 1" in capsys.readouterr().err

@@ -1,1 +1,1 @@
-"""What layers, and links between hosts, take."""
+"""Measurement of layers, and of links between hosts."""

@@ -14,23 +14,23 @@ from lp_pipe.pipeline.measuring.layer_rounds import Work
 from lp_pipe.program import Program
 from lp_pipe.training.device import computing_with
 
-_LIMIT_S = 600.0  # of their lives, whatever becomes of those who wait for them
-_PATIENCE_S = 10.0  # for the reason why one does not answer any more
+_LIMIT_S = 600.0  # after which they end, even if the process that waits for them does not
+_PATIENCE_S = 10.0  # until the launcher knows why a process does not answer any more
 
 
 @contextmanager
 def others_busy(work: Work, count: int, limit_s: float = _LIMIT_S) -> Iterator[None]:
-    """While the body runs, so many other processes do the same work, each for itself.
+    """Let `count` other processes do the same work, each for itself, while the body runs.
 
-    They are warm when it begins, and nothing is left of them when the block ends, however it ends. Whether they have
-    kept busy is known at its end.
+    They are warm when the body begins, and nothing is left of them when the block ends, however it ends. At
+    its end it is known whether they have kept busy.
 
     Raises:
         PipelineError: count is below 0; or they have failed, or worked for longer than limit_s.
         SerializationError: the work does not pickle.
     """
     if count < 0:
-        raise PipelineError(f"busy={count + 1}: a number of processes, of which this one is the first: at least 1")
+        raise PipelineError(f"busy={count + 1}: must be at least 1: this process is the first")
     if count == 0:
         yield
         return
@@ -51,7 +51,7 @@ def others_busy(work: Work, count: int, limit_s: float = _LIMIT_S) -> Iterator[N
                 other.rounds_done()
         except Unavailable:
             with suppress(TimeoutError):
-                run.wait(_PATIENCE_S)  # raises why, as soon as the launcher knows it
+                run.wait(_PATIENCE_S)  # raises the first failure, as soon as the launcher knows it
             raise
 
 
@@ -65,7 +65,7 @@ class Busy:
         self._rounds_done = 0
 
     def run(self) -> None:
-        """For limit_s at most."""
+        """Train for limit_s at most."""
         ends = time.monotonic() + self._limit_s
         is_stopping = stop_event()
         with computing_with(context().resources.threads):
@@ -77,11 +77,11 @@ class Busy:
                 self._rounds_done += 1
 
     def wait_until_warm(self) -> None:
-        """Return when the rounds have begun."""
+        """Wait until the rounds have begun."""
         self._is_warm.wait()
 
     def rounds_done(self) -> int:
-        """So far."""
+        """Return how many rounds are done so far."""
         return self._rounds_done
 
 
@@ -90,9 +90,9 @@ def _explained(limit_s: float) -> Iterator[None]:
     try:
         yield
     except NodeError as error:
-        raise PipelineError(f"the processes that were to keep busy beside the profile have failed: {error}") from error
+        raise PipelineError(f"the processes that compute beside the profile (busy=) have failed: {error}") from error
     except Unavailable as error:
         raise PipelineError(
-            f"the processes that were to keep busy beside the profile have ended before it did, perhaps after "
-            f"{limit_s:g} s: profile a smaller micro-batch"
+            f"the processes that compute beside the profile (busy=) have ended before it did, perhaps after their "
+            f"limit of {limit_s:g} s: profile a smaller micro-batch"
         ) from error

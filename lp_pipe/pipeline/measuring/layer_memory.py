@@ -1,6 +1,8 @@
-"""What the forward of each layer leaves for its backward, counted so that consecutive layers' bytes add up.
+"""The memory of layers: what their forwards leave for their backwards, and the peak of what they make.
 
-Linear -> Tanh -> Linear     Tanh keeps its output, and the second Linear the same tensor: it counts once, as Tanh's
+The stashes are counted so that consecutive layers' bytes add up:
+
+    Linear -> Tanh -> Linear     Tanh keeps its output, and the second Linear the same tensor: it counts once, as Tanh's
 """
 
 import weakref
@@ -18,9 +20,10 @@ from lp_pipe.private_torch import DispatchMode, address_of_storage
 
 
 class LayerStash:
-    """Of one layer, whose stage calls this in its place (`Stage.watch`), while the graph of that forward lives.
+    """The stash of one layer, while the graph of that forward lives.
 
-    batch: what it may keep and is in memory anyway.
+    The layer's stage calls this in the layer's place (`Stage.watch`).
+    batch: tensors that the layer may keep and that are in memory anyway.
     """
 
     def __init__(self, layer: nn.Module, batch: Any) -> None:
@@ -36,18 +39,21 @@ class LayerStash:
         return made
 
     def counted(self, wanted: Iterable[int]) -> tuple[int, set[int]]:
-        """Bytes without its inputs', and which of those it keeps. wanted: the outputs that the next layer keeps."""
+        """Return the bytes without its inputs', and which of those it keeps.
+
+        wanted: the outputs that the next layer keeps.
+        """
         kept = {place for place, tensor in enumerate(self._inputs) if self.meter.holds(tensor)}
         own = self.meter.bytes - _bytes(self._inputs[place] for place in kept)
         places = {_address(tensor): place for place, tensor in enumerate(self._inputs)}
         passed_on = [self._outputs[place] for place in wanted if not self.meter.holds(self._outputs[place])]
         made = [tensor for tensor in passed_on if _address(tensor) not in places]
-        # Views of an input, and what was written in place: whoever made that holds it.
+        # Views of an input, and what was written in place, count for the layer that made the memory.
         return own + _bytes(made), kept | {places[at] for at in map(_address, passed_on) if at in places}
 
 
 def stash_bytes(stashes: Sequence[LayerStash]) -> list[int]:
-    """Of all layers of a model, in order; what the first one keeps of its input, the batch, does not count."""
+    """Return the bytes of all layers of a model, in order, without what the first keeps of the batch."""
     found: list[int] = []
     wanted: set[int] = set()
     for stash in reversed(stashes):
@@ -57,7 +63,7 @@ def stash_bytes(stashes: Sequence[LayerStash]) -> list[int]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Memory that some of them share counts once."""
+    """Return the bytes of the tensors; memory that some of them share counts once."""
     return sum({_address(tensor): memory_of(tensor)[1] for tensor in tensors}.values())
 
 
@@ -66,17 +72,18 @@ def _address(tensor: Tensor) -> int:
 
 
 class PeakMeter(DispatchMode):  # type: ignore[misc]
-    """peak_bytes: the most at a time of what was made in the body, which may be entered again.
+    """A meter of the memory of tensors that are made in its body, as long as each of them lives.
 
-    Tensors that share memory count once; those from before not at all. What a kernel needs only while it runs is not
-    seen.
+    peak_bytes: the most at a time. The body may be entered again.
+    Tensors that share memory count once, and those from before not at all. What a kernel needs only while it runs
+    is not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
         self.peak_bytes = 0
-        self._alive: dict[int, Any] = {}  # weak references by the storage's address, of what has been seen
+        self._alive: dict[int, Any] = {}  # weak references to storages, by address
 
     def __torch_dispatch__(
         self,
@@ -85,9 +92,9 @@ class PeakMeter(DispatchMode):  # type: ignore[misc]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Called by torch in the place of each operation."""
+        """Run an operation and count what it makes; torch calls this in the place of each operation."""
         for tensor in _tensors((*args, *(kwargs or {}).values())):
-            self._see(tensor.untyped_storage(), 0)  # from before, if it was not seen yet
+            self._see(tensor.untyped_storage(), 0)  # a storage from before the body counts nothing
         made = func(*args, **(kwargs or {}))
         for tensor in _tensors(made):
             self._see(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
@@ -107,5 +114,5 @@ class PeakMeter(DispatchMode):  # type: ignore[misc]
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Those that have one storage, which sparse ones do not."""
+    """Return the tensors that have one storage, which sparse ones do not."""
     return [tensor for tensor in tensors_of(value) if tensor.layout is torch.strided]

@@ -25,7 +25,7 @@ _MICROBATCH = 0
 
 @dataclass(frozen=True)
 class Work:
-    """What is measured: the layers that setup has seen, and one micro-batch for them. Picklable."""
+    """The layers that setup has seen, and one micro-batch for them, which are measured. Picklable."""
 
     sources: Sequence[Any]
     tied: Sequence[Names]
@@ -35,7 +35,7 @@ class Work:
     device: str
 
     def rounds(self) -> "Rounds":
-        """Of new copies of the layers."""
+        """Return rounds of new copies of the layers."""
         layers = build_layers(self.sources, 0, self.seed)
         tie(layers, 0, self.tied, {}, self.seed)
         place = torch.device(self.device)
@@ -44,14 +44,14 @@ class Work:
 
 @dataclass
 class Measured:
-    """Of one layer: seconds of each round."""
+    """The seconds of each round of one layer, and its bytes."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     backward_input: list[float] = field(default_factory=list)
     backward_weight: list[float] = field(default_factory=list)
     activation_bytes: int = 0
-    meter: PeakMeter | None = None  # in the round that is for it, which takes longer
+    meter: PeakMeter | None = None  # only in the round of peak_bytes, which takes longer
 
 
 class Rounds:
@@ -69,20 +69,20 @@ class Rounds:
         self.measured = [Measured() for _ in layers]
 
     def warm_up(self) -> None:
-        """Rounds whose times do not count; sizes are the same in each."""
+        """Run rounds whose times do not count; sizes are the same in each."""
         for _ in range(_WARMUPS):
             self.run()
         self.measured = [Measured(activation_bytes=taken.activation_bytes) for taken in self.measured]
 
     def peak_bytes(self) -> list[int]:
-        """Of each layer, in a round of its own; forgets the times."""
+        """Return the peak of each layer, from a round of its own, and forget the times."""
         meters = [PeakMeter() for _ in self._stages]
         self.measured = [Measured(meter=meter) for meter in meters]
         self._run(split=False)
         return [meter.peak_bytes for meter in meters]
 
     def stash_bytes(self) -> list[int]:
-        """What each layer leaves for its backward, after one more forward; forgets the times."""
+        """Return what each layer leaves for its backward, from one more forward, and forget the times."""
         self.measured = [Measured() for _ in self._stages]
         stashes = [LayerStash(layer, (self._input, self._target)) for layer in self.layers]
         for stage, stash in zip(self._stages, stashes, strict=True):
@@ -91,7 +91,7 @@ class Rounds:
         with stashes[-1].meter.counting():
             loss = self._loss(output, self._target)
         found = stash_bytes(stashes)
-        del loss  # has held the last layer's
+        del loss  # it holds the last layer's graph
         for stage in self._stages:
             stage.watch = None
             stage.discard()
@@ -99,12 +99,15 @@ class Rounds:
         return found
 
     def run(self) -> None:
-        """Both kinds of backward, each after a forward of its own."""
+        """Run both kinds of backward, each after a forward of its own."""
         self._run(split=False)
         self._run(split=True)
 
     def _run(self, *, split: bool) -> None:
-        """Forward and backward once. split: the backwards in their two parts."""
+        """Run forward and backward once.
+
+        split: whether the backwards run in their two parts.
+        """
         output = self._forwards()
         seconds, loss = self._timed(self.measured[-1], self._loss, output, self._target)
         self.measured[-1].forward[-1] += seconds
@@ -154,11 +157,11 @@ class Rounds:
         return time.perf_counter() - started, made
 
     def _apart(self, message: Message) -> Message:
-        """With memory of its own, as if it had been sent: a stage may write to its input."""
+        """Return the message with memory of its own, as if it had been sent: a stage may write to its input."""
         return message._replace(value=copied_on(message.value, self._device))
 
     def _wait(self) -> None:
-        """Until the device has done what it was asked to do."""
+        """Wait until the device has done what it was asked to do."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

@@ -1,4 +1,4 @@
-"""The links between hosts, measured by calls between nodes on them. Needs no torch."""
+"""Measurement of the links between hosts, by calls between nodes on them. Needs no torch."""
 
 import statistics
 import time
@@ -23,9 +23,10 @@ _PATIENCE_S = 600.0  # for 16 MiB each way
 
 
 class HostLink(NamedTuple):
-    """Between a process of `sender` and one of `receiver`. latency: seconds, one way.
+    """The link between a process of `sender` and one of `receiver`.
 
-    bandwidth: bytes per second, both ways together while as much goes each way: what a plan's cost model counts.
+    latency: seconds, one way. bandwidth: bytes per second, both ways together while as much goes each way, as a plan's
+    cost model counts it.
     """
 
     sender: str
@@ -35,8 +36,9 @@ class HostLink(NamedTuple):
 
 
 def measure_links(hosts: Sequence[str], **options: Any) -> list[HostLink]:
-    """First within each host, between two processes there; then between each host and the next one, and the first.
+    """Measure the links within each host, and then between each host and the next one, and the first.
 
+    Within a host the link is that between two processes.
     hosts: names that the engine knows. options: of `launch`, such as engine= and hosts=.
     One link at a time, both ways at once, with nothing else of ours on it. Arrays take the way of a call's: through
     shared memory in a host, in a stream with mTLS between hosts. So it is the bandwidth that a program gets, not that
@@ -61,17 +63,17 @@ def measure_links(hosts: Sequence[str], **options: Any) -> list[HostLink]:
 
 
 class Probe:
-    """A node on one host."""
+    """The node of a link's measurement on one host."""
 
     def take(self, data: np.ndarray[Any, Any]) -> None:
-        """Receive it."""
+        """Receive the data."""
 
     def give(self, size: int) -> np.ndarray[Any, Any]:
         """Send so many bytes."""
         return np.zeros(size, np.uint8)
 
     def measure(self, other: Any) -> tuple[float, float]:
-        """Latency to another probe, and the bandwidth of both ways at once: medians."""
+        """Return the median latency to another probe, and the median bandwidth of both ways at once."""
         small, large = np.zeros(1, np.uint8), np.zeros(_LARGE_BYTES, np.uint8)
 
         def exchange() -> None:
@@ -86,7 +88,7 @@ class Probe:
 
 
 def topology_of(links: Sequence[HostLink], devices_per_host: int) -> Topology:
-    """Two levels, or one where there is one host; the slowest link of each decides.
+    """Return a topology of two levels, or one where there is one host; the slowest link of each decides.
 
     Raises:
         PartitionError: there are no links, or no devices.

@@ -1,4 +1,4 @@
-"""What the actions of a measured model's stages take. Needs no torch."""
+"""The costs of a measured model's stages, for schedules. Needs no torch."""
 
 import json
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from lp_pipe.pipeline.schedule import Costs
 
 @dataclass(frozen=True)
 class ProfileCosts:
-    """A profile as costs: they are known when it is known into how many stages it is cut."""
+    """The costs of a profiled model, which may be cut into any number of stages."""
 
     profile: Profile
 
     def cut_into(self, stages: int, workers: int) -> Costs:
-        """The costs of stages that are whole layers, cut so that the slowest stage is as fast as can be.
+        """Return the costs of stages that are whole layers, cut so that the slowest stage is as fast as can be.
 
         Where a layer's backward was not measured in parts, each part is half of it.
 
@@ -43,7 +43,7 @@ class ProfileCosts:
 
 
 def is_profile(path: str | Path) -> bool:
-    """Whether a file is a profile's JSON, or looks like one; False where it cannot be read."""
+    """Return whether a file is a profile's JSON, or looks like one; False where it cannot be read."""
     try:
         read = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Measure what the layers of a model take, each as a stage of its own, on one device."""
+"""Measurement of the layers of a model, each as a stage of its own, on one device."""
 
 import time
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def profile(model: Model, sample_input: Any, sample_target: Any, *, device: str 
 
 
 def profile_layers(work: Work, busy: int = 1) -> Profile:
-    """As `profile`."""
+    """Measure the layers of the work, as `profile` does."""
     (name,) = check_devices(work.device, 1)
     work = replace(work, device=str(choose_device(name, 0)))
     rounds = work.rounds()
@@ -79,7 +79,7 @@ def _layer_profile(name: str, taken: Measured, bytes_: tuple[int, int], layer: n
         backward_s=backward,
         activation_bytes=taken.activation_bytes,
         parameter_bytes=sum(parameter.nbytes for parameter in layer.parameters()),
-        # Parts take longer than a whole backward does: their shares of it count.
+        # The two parts take longer than a whole backward does, so only their shares of it count.
         backward_weight_s=backward * weight / parts if parts else 0.0,
         forward_spread_s=_spread(taken.forward),
         backward_spread_s=_spread(taken.backward),
@@ -89,6 +89,6 @@ def _layer_profile(name: str, taken: Measured, bytes_: tuple[int, int], layer: n
 
 
 def _spread(seconds: Sequence[float]) -> float:
-    """Between the first and the third quarter."""
+    """Return the seconds between the first and the third quarter."""
     first, _, third = quantiles(seconds, n=4)
     return third - first

@@ -1,4 +1,4 @@
-"""Profile the pipeline of a program, on the first micro-batch of its own feeder, without running the program."""
+"""Profile of a program's pipeline, on the first micro-batch of its own feeder, without running the program."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,10 +15,10 @@ from lp_pipe.program import Program
 
 
 def profile_program(program: Program, *, group: str | None = None, device: str = "cpu", busy: int = 1) -> Profile:
-    """The layers of the program's pipeline, as `profile` measures them.
+    """Measure the layers of the program's pipeline, as `profile` does.
 
     The feeder is built in this process and asked for batch 0. group: of which pipeline, if there are several. busy: as
-    there.
+    in `profile`.
 
     Raises:
         PipelineError: there is no pipeline, none of that group, or its feeder cannot be asked outside of a run.
@@ -44,15 +44,17 @@ def _workers(program: Program, group: str | None) -> list[Node[Any]]:
     if not pipelines:
         raise PipelineError(f"{program!r} has no pipeline: it was not given to pp.add_pipeline")
     if group is None and len(pipelines) > 1:
-        raise PipelineError(f"{program!r} has several pipelines: say which group: {', '.join(pipelines)}")
+        raise PipelineError(f"{program!r} has several pipelines: name the group of one: {', '.join(pipelines)}")
     if group is not None and group not in pipelines:
-        raise PipelineError(f"group {group!r} is no pipeline of {program!r}: there is {', '.join(pipelines)}")
+        raise PipelineError(
+            f"group {group!r} has no pipeline of {program!r}: its pipelines are in groups {', '.join(pipelines)}"
+        )
     label = group if group is not None else next(iter(pipelines))
     configs = {id(_part(node, PipelineConfig)) for node in pipelines[label]}
     if len(configs) > 1:
         raise PipelineError(
-            f"group {label!r} of {program!r} has the stages of {len(configs)} pipelines, and nothing says which one is "
-            "meant: give each a group of its own, add_pipeline(..., group=...)"
+            f"group {label!r} of {program!r} has the stages of {len(configs)} pipelines: give each a group "
+            "of its own, add_pipeline(..., group=...)"
         )
     return pipelines[label]
 
@@ -84,10 +86,10 @@ def _asked(feeder: Node[Any]) -> tuple[Any, Any]:
 
 
 def _is_worker(node: Node[Any]) -> bool:
-    """Not so of what else the user has put into the group."""
+    """Return whether a node is a stage worker, and not something else that the user put into the group."""
     return any(isinstance(value, PipelineConfig) for _, value in node.launch_parts())
 
 
 def _part(node: Node[Any], kind: type[Any]) -> Any:
-    """The argument of that type."""
+    """Return the argument of that type."""
     return next(value for _, value in node.launch_parts() if isinstance(value, kind))

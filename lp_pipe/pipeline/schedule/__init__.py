@@ -1,4 +1,4 @@
-"""Which worker runs what in which order: schedules, their proof, and their simulation. Needs no torch."""
+"""Schedules, which say what each worker runs in which order; their proof and simulation. Needs no torch."""
 
 from lp_pipe.pipeline.schedule.auto import search_schedule as search_schedule
 from lp_pipe.pipeline.schedule.compare import Compared as Compared

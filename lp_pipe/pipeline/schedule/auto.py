@@ -1,4 +1,4 @@
-"""The automatic schedule: a search for the shortest step."""
+"""Schedule "auto": a search for the shortest step."""
 
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import replace
@@ -27,8 +27,8 @@ from lp_pipe.pipeline.schedule.stash import check_memory, limits_by_worker
 from lp_pipe.pipeline.schedule.verify import verify
 
 _NAMED = ("1f1b", "gpipe", "zb_h1", "interleaved", "looped_bfs", "zbv", "dualpipev")
-_CREDITS = 4  # what a pipeline allows on a channel, if the schedule leaves it the choice
-# How much is tried, counted in actions, so that large problems take no longer than small ones; no clock has a say.
+_CREDITS = 4  # messages on a channel, a pipeline's default
+# The work of a search, counted in actions and not by a clock: large problems take no longer than small ones.
 _LIST_SCHEDULES, _LIST_ACTIONS = 100, 60_000
 _STEPS, _STEP_ACTIONS = 3_000, 1_500_000
 
@@ -80,7 +80,10 @@ def auto(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 class _PlacementSearch:
-    """One placement's: list schedules by different policies, then moves from the best one, and from the best named."""
+    """A search of schedules with one placement.
+
+    List schedules by different policies come first, then moves from the best of them, and from the best named schedule.
+    """
 
     def __init__(self, problem: OrderingProblem) -> None:
         self.problem = problem
@@ -108,7 +111,7 @@ class _PlacementSearch:
         return makespan(self.problem, orders, starts)
 
     def _best_list_schedule(self) -> Orders:
-        """Change one part of the policy at a time, and keep what helps, until nothing does."""
+        """Change one part of the policy at a time, and keep what helps, until no change does."""
         policy = Policy(caps=self._caps(1.0))
         best = list_schedule(self.problem, policy)
         best_s = self._seconds(best)
@@ -143,7 +146,7 @@ class _PlacementSearch:
                     yield replace(policy, caps=(*policy.caps[:worker], changed, *policy.caps[worker + 1 :]))
 
     def _caps(self, factor: float) -> tuple[int, ...]:
-        """1F1B's activations, times a factor: a worker has one for each stage from its first one on."""
+        """Return 1F1B's activations, times a factor: a worker has one for each stage from its first one on."""
         stages = len(self.problem.placement)
         wanted = (factor * (stages - own[0]) for own in self.problem.own)
         return tuple(
@@ -153,7 +156,7 @@ class _PlacementSearch:
 
 
 def _placements(stages: int, chunks: int) -> list[tuple[int, ...]]:
-    """In turn; back and forth."""
+    """Return the ways to lay out the stages: in turn; back and forth."""
     there = tuple(range(stages))
     return list(dict.fromkeys([there * chunks, ((there + there[::-1]) * chunks)[: stages * chunks]]))
 
@@ -175,7 +178,7 @@ def _problem(
 
 
 def _named(problem: OrderingProblem, chunks: int) -> Iterator[Schedule]:
-    """Those with this placement that keep within the limits."""
+    """Yield the named schedules with this placement that keep within the limits."""
     for name in _NAMED:
         try:
             schedule = make_schedule(name, problem.workers, problem.microbatches, chunks)
@@ -187,7 +190,7 @@ def _named(problem: OrderingProblem, chunks: int) -> Iterator[Schedule]:
 
 
 def _rank(schedule: Schedule, costs: Costs, links: Seconds | None) -> tuple[float, bool, int, int]:
-    """Short steps, then few messages on their way, then few activations, then few actions."""
+    """Return a key that prefers short steps, then few messages on their way, few activations, and few actions."""
     timeline = simulate(schedule, costs, links)
     actions = sum(map(len, schedule.workers))
     return timeline.makespan, _needs_more_credits(schedule), max(timeline.peak_activations), actions
@@ -202,7 +205,7 @@ def _needs_more_credits(schedule: Schedule) -> bool:
 
 
 def _lower_bound(problem: OrderingProblem) -> float:
-    """No step is shorter: a worker waits for its first forward, and then has all its work."""
+    """Return seconds that no step beats: a worker waits for its first forward, and then has all its work."""
     durations, count = problem.durations, problem.microbatches
     bound = 0.0
     for own in problem.own:

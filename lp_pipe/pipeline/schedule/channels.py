@@ -1,4 +1,4 @@
-"""What an action waits for and what it hands on."""
+"""The channels over which an action gets its inputs and hands on its results."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -7,7 +7,7 @@ from lp_pipe.pipeline.schedule.ir import Action, Op
 
 EdgeKind = Literal["value", "value gradient", "tied gradient", "tied weights"]
 
-# The actions at whose ends an edge carries something; tied weights travel between two steps.
+# The actions whose ends each kind of edge joins; tied weights travel between two steps.
 _OPS: dict[EdgeKind, tuple[Op, ...]] = {
     "value": ("F",),
     "value gradient": ("B", "I"),
@@ -17,7 +17,10 @@ _OPS: dict[EdgeKind, tuple[Op, ...]] = {
 
 
 class ScheduleEdge(NamedTuple):
-    """A channel between two stages that need not be neighbours. `names`: of the values or parameters it carries."""
+    """A channel between two stages that need not be neighbours.
+
+    names: of the values or parameters that it carries.
+    """
 
     kind: EdgeKind
     sender: int
@@ -44,7 +47,7 @@ class Channels:
         return 2 * len(self.placement) + len(self.edges)
 
     def receives(self, action: Action) -> int | None:
-        """The channel that an action takes its input from, if it needs any from another stage."""
+        """Return the channel that an action takes its input from, if it needs any from another stage."""
         if action.op == "F":
             return action.stage - 1 if action.stage else None
         if action.op == "W" or action.stage + 1 == len(self.placement):
@@ -52,7 +55,7 @@ class Channels:
         return len(self.placement) + action.stage + 1
 
     def sends(self, action: Action) -> int | None:
-        """The channel that an action puts its result on, if another stage needs it."""
+        """Return the channel that an action puts its result on, if another stage needs it."""
         if action.op == "F":
             return action.stage if action.stage + 1 < len(self.placement) else None
         if action.op == "W" or not action.stage:
@@ -60,26 +63,26 @@ class Channels:
         return len(self.placement) + action.stage
 
     def all_received(self, action: Action) -> list[int]:
-        """The channels that an action takes something from, in the order in which it does."""
+        """Return the channels that an action takes something from, in the order in which it does."""
         return self._with_edges(self.receives(action), action, "receiver")
 
     def all_sent(self, action: Action) -> list[int]:
-        """The channels that an action puts something on, in the order in which it does."""
+        """Return the channels that an action puts something on, in the order in which it does."""
         return self._with_edges(self.sends(action), action, "sender")
 
     def between_stages(self) -> list[int]:
-        """All channels that join two stages (the numbering leaves two gaps)."""
+        """Return all channels that join two stages (the numbering leaves two gaps)."""
         stages = len(self.placement)
         return [channel for channel in range(self.count) if channel not in (stages - 1, stages)]
 
     def numbered_edges(self) -> list[tuple[int, ScheduleEdge]]:
-        """The edges, each with its channel."""
+        """Return the edges, each with its channel."""
         return list(enumerate(self.edges, start=2 * len(self.placement)))
 
     def edges_of(self, action: Action, end: Literal["sender", "receiver"]) -> list[tuple[int, ScheduleEdge]]:
-        """The edges that an action uses at this end of theirs."""
+        """Return the edges that an action uses at this end of theirs."""
         if not self.edges:
-            return []  # nearly always, and asked for before and after every action
+            return []  # the usual case, which is tested before and after every action
         return [
             (channel, edge)
             for channel, edge in self.numbered_edges()
@@ -87,21 +90,21 @@ class Channels:
         ]
 
     def capacity(self, channel: int, credits: int) -> int:
-        """Messages that may be on their way at a time.
+        """Return how many messages may be on their way at a time.
 
-        An edge that jumps over stages holds what the channels between these hold together: then it fills up no sooner
-        than they do, and stalls nobody who would not have to wait for them.
+        An edge that jumps over stages holds what the channels between these hold together. So it fills up no sooner
+        than they do, and no worker waits for it that would not have to wait for them.
         """
         edge = self._edge(channel)
         return credits if edge is None else credits * abs(edge.sender - edge.receiver)
 
     def sending_stage(self, channel: int) -> int:
-        """The virtual stage whose actions put something on a channel."""
+        """Return the virtual stage whose actions put something on a channel."""
         edge = self._edge(channel)
         return channel % len(self.placement) if edge is None else edge.sender
 
     def receiving_stage(self, channel: int) -> int:
-        """The virtual stage whose actions take it."""
+        """Return the virtual stage whose actions take it."""
         edge = self._edge(channel)
         if edge is not None:
             return edge.receiver
@@ -109,21 +112,21 @@ class Channels:
         return channel + 1 if channel < stages else channel - stages - 1
 
     def sender(self, channel: int) -> int:
-        """The worker that sends on a channel."""
+        """Return the worker that sends on a channel."""
         return self.placement[self.sending_stage(channel)]
 
     def receiver(self, channel: int) -> int:
-        """The worker that receives from a channel."""
+        """Return the worker that receives from a channel."""
         return self.placement[self.receiving_stage(channel)]
 
     def crosses(self, channel: int) -> bool:
-        """Whether a channel joins two workers; one within a worker needs no sending."""
+        """Return whether a channel joins two workers; one within a worker needs no sending."""
         if channel in (len(self.placement) - 1, len(self.placement)):
-            return False  # beyond the last stage and before the first there is nobody
+            return False  # there is no stage beyond the last or before the first
         return self.sender(channel) != self.receiver(channel)
 
     def is_per_step(self, channel: int) -> bool:
-        """Whether a channel carries something between two steps, and not for each micro-batch."""
+        """Return whether a channel carries something between two steps, and not for each micro-batch."""
         edge = self._edge(channel)
         return edge is not None and not _OPS[edge.kind]
 
@@ -132,6 +135,6 @@ class Channels:
         return channels + [channel for channel, _ in self.edges_of(action, end)] if self.edges else channels
 
     def _edge(self, channel: int) -> ScheduleEdge | None:
-        """None: it joins neighbours."""
+        """Return the edge of a channel; None: it joins neighbours."""
         number = channel - 2 * len(self.placement)
         return self.edges[number] if number >= 0 else None

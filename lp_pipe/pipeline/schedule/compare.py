@@ -1,4 +1,4 @@
-"""All named schedules for the same work, the fastest first."""
+"""Comparison of all named schedules for the same work, the fastest first."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from lp_pipe.pipeline.schedule.verify import verify
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One schedule's part in a comparison.
+    """A schedule's result in a comparison.
 
     peak_activations: the largest worker's, where one of a worker with c virtual stages counts 1/c.
     """
@@ -27,7 +27,7 @@ class Compared:
     peak_activations: float
 
     def as_json(self) -> dict[str, Any]:
-        """Seconds, shares and counts by name, for `lp_pipe schedule --json`."""
+        """Return seconds, shares and counts by name, for `lp_pipe schedule --json`."""
         return {
             "name": self.name,
             "chunks": self.chunks,
@@ -39,7 +39,10 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What `compare` returns: the schedules by makespan, and by name why others have no place among them."""
+    """The result of `compare`.
+
+    ranked: the schedules by makespan. left_out: by name, why others are not among them.
+    """
 
     ranked: tuple[Compared, ...]
     left_out: Mapping[str, str]
@@ -81,7 +84,7 @@ def compare(
 def _parties(
     stages: int, microbatches: int, costs: Divisible, chunks: int | None, links: float | None, memory: int | None
 ) -> Iterator[tuple[str, int, Callable[[], Schedule]]]:
-    """Name, chunks, and how to make it."""
+    """Yield name, chunks, and a function that makes the schedule."""
     chunks_of = {
         name: chunks if chunks is not None and takes_chunks(name) else default_chunks(name)
         for name in schedules()

@@ -1,4 +1,4 @@
-"""Every stage runs every micro-batch once, forward before backward."""
+"""The check that every stage runs every micro-batch once, forward before backward."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -30,7 +30,7 @@ def check_complete(schedule: Schedule) -> None:
     for worker, actions in enumerate(schedule.workers):
         if not actions:
             raise ScheduleError(f"schedule {schedule.name!r}: worker {worker} has no actions: leave out its line")
-    # What is there and wrong comes first: a slip of the pen makes other actions seem to be missing.
+    # Report wrong actions before missing ones: a slip of the pen makes another action seem to be missing.
     missing = [action for worker in range(len(schedule.workers)) for action in _first_missing(schedule, worker)]
     if missing:
         worker = schedule.placement[missing[0].stage]
@@ -40,7 +40,7 @@ def check_complete(schedule: Schedule) -> None:
 
 
 def _first_missing(schedule: Schedule, worker: int) -> Iterator[Action]:
-    """One at most, and not the states: there are millions."""
+    """Yield one missing action at most. The states are not kept, since there are millions."""
     return islice(_missing(schedule, worker, _replay(schedule, worker)), 1)
 
 
@@ -69,7 +69,7 @@ def _before(action: Action, last: Op | None) -> str:
 
 
 def _largest(schedule: Schedule) -> str:
-    """How many micro-batches there are, and who says so: that may be what is wrong."""
+    """Say how many micro-batches there are, and in which action: that number may be what is wrong."""
     count = schedule.microbatches
     for worker, actions in enumerate(schedule.workers):
         for action in actions:

@@ -1,4 +1,4 @@
-"""What the actions of each stage take."""
+"""The seconds that the actions of each stage take."""
 
 import json
 from collections.abc import Mapping, Sequence, Sized
@@ -18,7 +18,7 @@ _MOST_SECONDS = 1e100  # so that no sum of them is infinite
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What the actions of a stage take, in seconds: one number, or one per virtual stage."""
+    """The seconds that the actions of a stage take: one number, or one per virtual stage."""
 
     forward: Seconds
     backward_input: Seconds
@@ -43,7 +43,7 @@ class Costs:
         write_atomically(path, json.dumps(values) + "\n")
 
     def durations(self, stages: int) -> dict[Op, list[float]]:
-        """Seconds by op, then by virtual stage; "B" takes as long as "I" and "W".
+        """Return the seconds by op, then by virtual stage; "B" takes as long as "I" and "W".
 
         Raises:
             ScheduleError: a list has not one number for each of the stages, or a number is negative.
@@ -54,7 +54,7 @@ class Costs:
         return {"F": forward, "I": inputs, "W": weights, "B": [i + w for i, w in zip(inputs, weights, strict=True)]}
 
     def cut_into(self, stages: int, workers: int) -> "Costs":
-        """The costs of the same model when it is cut into `stages` stages of equal shares.
+        """Return the costs of the same model when it is cut into `stages` stages of equal shares.
 
         A number is what a stage takes where each of the workers has one; a list, of any length, is cut or joined.
         """
@@ -67,7 +67,7 @@ class Divisible(Protocol):
     """The costs of a model that may be cut into any number of stages."""
 
     def cut_into(self, stages: int, workers: int) -> Costs:
-        """The costs of that many stages, of which each worker has equally many.
+        """Return the costs of that many stages, of which each worker has equally many.
 
         Raises:
             ScheduleError: the model cannot be cut so.
@@ -75,13 +75,13 @@ class Divisible(Protocol):
 
 
 def one_each(seconds: Seconds, count: int, what: str, unit: str) -> list[float]:
-    """One number each of `count` things.
+    """Return one number for each of `count` things.
 
     Raises:
         ScheduleError: there is another number of them, or one of them is none, negative or too large to be added up.
     """
     try:
-        if isinstance(seconds, Mapping | str):  # of which float() would take the keys, or the letters
+        if isinstance(seconds, Mapping | str):  # whose keys or letters float() would take
             raise TypeError
         given = as_float(seconds)
         values = [given] * count if isinstance(given, float) else [float(value) for value in given]
@@ -98,7 +98,10 @@ def one_each(seconds: Seconds, count: int, what: str, unit: str) -> list[float]:
 
 
 def _recut(seconds: Seconds, stages: int, workers: int, what: str) -> list[float]:
-    """Whether or not one count divides the other: stage s of n has the share from s/n to (s + 1)/n of the model."""
+    """Return the seconds of `stages` stages, of which stage s has the share from s/n to (s + 1)/n of the model.
+
+    Neither of the two counts needs to divide the other.
+    """
     given = as_float(seconds)
     count = len(given) if isinstance(given, Sized) else workers
     pieces = one_each(seconds, count, what, "virtual stage")

@@ -1,4 +1,4 @@
-"""DualPipeV: two stages a worker in a V, forwards of one beside backwards of the other."""
+"""Schedule "dualpipev": two stages a worker in a V, forwards of one beside backwards of the other."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -38,7 +38,7 @@ def _worker(p: int, w: int, m: int) -> Sequence[Step]:
     down, up = legs(p, w)
     rest = p - 1 - w
     last = _alternating(up, down, 2 * (w + 1))  # the backwards of step 6
-    late = [*last[w + 1 :], *[down] * rest]  # those whose weights come at the end, in their order
+    late = [*last[w + 1 :], *[down] * rest]  # legs whose weights come at the end, in this order
     weights = [leg.weights for leg in late]
     return [
         *[down.forward] * (2 * rest),  # 1

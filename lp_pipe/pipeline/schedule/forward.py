@@ -1,4 +1,4 @@
-"""Forward only: for evaluation and inference."""
+"""Schedule "forward", which has no backwards: for evaluation and inference."""
 
 from collections.abc import Sequence
 
@@ -50,7 +50,7 @@ def forward_on(placement: Sequence[int], microbatches: int) -> Schedule:
 
 
 def most_ahead(workers: int) -> int:
-    """By how many micro-batches a stage gets ahead of the next one at most: so many credits are enough."""
+    """Return by how many micro-batches a stage gets ahead of the next one at most: so many credits are enough."""
     return 2 * workers
 
 

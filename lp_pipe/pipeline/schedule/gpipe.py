@@ -1,4 +1,4 @@
-"""GPipe: all forwards, then all backwards."""
+"""Schedule "gpipe": all forwards, then all backwards."""
 
 from lp_pipe.pipeline.schedule.ir import Action, Schedule
 from lp_pipe.pipeline.schedule.registry import register_schedule

@@ -1,4 +1,4 @@
-"""List scheduling: whenever a worker is free it runs, by a policy, one of the actions that it could."""
+"""List scheduling: a worker that becomes free runs, by a policy, one of the actions that it could."""
 
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -9,7 +9,7 @@ from lp_pipe.pipeline.schedule.orders import FORWARD, INPUTS, WEIGHTS, OrderingP
 
 @dataclass(frozen=True)
 class Policy:
-    """What a free worker prefers.
+    """The preferences of a free worker.
 
     caps: activations by worker from which on no forward starts; within the problem's limits.
     after_forward, after_backward: the op that is preferred then.
@@ -31,17 +31,17 @@ class _Choice(NamedTuple):
     start_s: float
     worker: int
     token: int
-    asked: int  # how often the worker had been asked; an older choice is void
+    request: int  # the number of the request to this worker; a choice of an older request is void
 
 
 def list_schedule(problem: OrderingProblem, policy: Policy) -> Orders:
-    """Order all actions, in the order in which they start. No deadlock is possible: see `_Workers.may_stash`."""
+    """Order all actions as they start. No deadlock is possible: see `_Workers.may_stash`."""
     workers = _Workers(problem, policy)
     choices = [choice for worker in range(problem.workers) for choice in workers.ask(worker, 0.0)]
     heapify(choices)
     while choices:
         choice = heappop(choices)
-        if choice.asked != workers.asked[choice.worker]:
+        if choice.request != workers.requests[choice.worker]:
             continue
         for worker in workers.run(choice):
             for following in workers.ask(worker, choice.start_s):
@@ -54,7 +54,7 @@ class _Workers:
         self.problem = problem
         self.policy = policy
         self.orders: Orders = [[] for _ in range(problem.workers)]
-        self.asked = [0] * problem.workers
+        self.requests = [0] * problem.workers
         self.free_at = [0.0] * problem.workers
         self.stashed = [0] * problem.workers
         self.forwards: list[list[float]] = [[] for _ in problem.placement]  # when they end
@@ -64,18 +64,18 @@ class _Workers:
         self.later = {stage: len(own) - 1 - place for own in problem.own for place, stage in enumerate(own)}
 
     def ask(self, worker: int, now: float) -> list[_Choice]:
-        """What a worker runs next if nothing else happens before; empty: it has to wait for others."""
-        self.asked[worker] += 1
+        """Return what a worker runs next if nothing else happens before; empty: it has to wait for others."""
+        self.requests[worker] += 1
         free_at = max(now, self.free_at[worker])
         ready = self._ready(worker, free_at)
         weights = self._next_weights(worker)
         chosen = min(ready) if ready else None
         if weights is not None and self._is_time_for_weights(worker, weights, free_at, chosen):
-            return [_Choice(free_at, worker, weights, self.asked[worker])]
-        return [] if chosen is None else [_Choice(chosen[0], worker, chosen[2], self.asked[worker])]
+            return [_Choice(free_at, worker, weights, self.requests[worker])]
+        return [] if chosen is None else [_Choice(chosen[0], worker, chosen[2], self.requests[worker])]
 
     def run(self, choice: _Choice) -> set[int]:
-        """Run an action; returns the workers for which that changes something."""
+        """Run an action, and return the workers for which that changes something."""
         start_s, worker, chosen, _ = choice
         stage, op = chosen >> 2, chosen & 3
         self.orders[worker].append(chosen)
@@ -91,7 +91,7 @@ class _Workers:
         return {worker, *placement[max(0, stage - 1) : stage], *placement[stage + 1 : stage + 2]}
 
     def may_stash(self, stage: int, limits: tuple[int, ...]) -> bool:
-        """Whether there is room for one more forward of a stage, and then for one of each later stage of the worker.
+        """Return whether a worker may run one more forward of a stage, and one of each of its later stages.
 
         So a micro-batch that has started can always go through all later stages, and back.
         """
@@ -99,7 +99,10 @@ class _Workers:
         return self.stashed[worker] + self.later[stage] < limits[worker]
 
     def _ready(self, worker: int, free_at: float) -> list[tuple[float, tuple[bool, int], int]]:
-        """Forwards and backwards for inputs: when they could start, their preference (smaller is better), token."""
+        """Return the forwards and backwards for inputs that a worker could run.
+
+        Of each: when it could start, its preference (smaller is better), and its token.
+        """
         policy = self.policy
         order = self.orders[worker]
         last_op = next((current & 3 for current in reversed(order[-3:]) if current & 3 != WEIGHTS), FORWARD)
@@ -117,7 +120,7 @@ class _Workers:
         return ready
 
     def _forward_at(self, stage: int) -> float | None:
-        """When the next forward of a stage has its input, if that is known and its output has room."""
+        """Return when the next forward of a stage has its input, if that is known and its output has room."""
         number = len(self.forwards[stage])
         if number == self.problem.microbatches:
             return None
@@ -142,7 +145,7 @@ class _Workers:
         return arrived[number] + self.problem.delays[stage] if len(arrived) > number else None
 
     def _next_weights(self, worker: int) -> int | None:
-        """The stage with the most of them to do."""
+        """Return the W of the stage with the most of them to do."""
         waiting = [(len(self.backwards[stage]) - self.weights[stage], stage) for stage in self.problem.own[worker]]
         most, stage = max(waiting)
         return token(WEIGHTS, stage) if most else None

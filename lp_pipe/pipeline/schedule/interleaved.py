@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several virtual stages a worker, so that the bubble is smaller."""
+"""Schedule "interleaved", 1F1B with several virtual stages a worker, so that the bubble is smaller."""
 
 from collections.abc import Iterable
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What a schedule is: for each worker, the list of its actions."""
+"""The data of a schedule: for each worker, the list of its actions."""
 
 import csv
 import io
@@ -23,12 +23,13 @@ WORDS: dict[Op, str] = {"F": "forward", "B": "backward", "I": "backward for inpu
 _COMPUTE = re.compile(r"(\d{1,18})([FBIW])(\d{1,18})")
 _COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?(REDUCE_GRAD|SEND_F|SEND_B)|RECV_F|RECV_B)\d*")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-_SHOWN = 40  # letters of a cell that is something else
+_SHOWN = 40  # characters of a cell that errors show
 
 
 class Action(NamedTuple):
-    """One piece of computation: "F" forward, "B" full backward, "I" backward for the inputs, "W" for the weights.
+    """A piece of computation of one stage on one micro-batch.
 
+    op: "F" forward, "B" full backward, "I" backward for the inputs, "W" for the weights.
     A named tuple, not a dataclass: large schedules hold millions of them.
     """
 
@@ -62,22 +63,22 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Virtual stages, over all workers."""
+        """Return the number of virtual stages, over all workers."""
         return len(self.placement)
 
     @cached_property
     def microbatches(self) -> int:
-        """How many there are, by the largest number in an action; 0 without actions."""
+        """Return how many there are, by the largest number in an action; 0 without actions."""
         return 1 + max((action.microbatch for actions in self.workers for action in actions), default=-1)
 
     @cached_property
     def forward_only(self) -> bool:
-        """Whether it evaluates, and does not train."""
+        """Return whether the schedule evaluates, and does not train."""
         return all(action.op == "F" for actions in self.workers for action in actions)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The worker of each virtual stage.
+        """Return the worker of each virtual stage.
 
         Raises:
             ScheduleError: a stage is on two workers, or on none.
@@ -93,7 +94,7 @@ class Schedule:
         return tuple(owners[stage] for stage in range(len(owners)))
 
     def first_microbatches(self, count: int) -> Self:
-        """The same order for the first `count` micro-batches alone; it can run wherever the whole can."""
+        """Return the same order for the first `count` micro-batches alone; it can run where the whole can."""
         return replace(
             self, workers=tuple(tuple(a for a in actions if a.microbatch < count) for actions in self.workers)
         )
@@ -101,7 +102,7 @@ class Schedule:
     def to_csv(self, path: str | Path | None = None) -> str:
         """Write torch.distributed.pipelining's compute-only CSV: a line per worker, cells such as 0F3.
 
-        path: where it is written to, too.
+        path: a file to which the text is written, too.
         """
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(self.workers)
@@ -149,35 +150,39 @@ class Schedule:
 
 
 def is_path(source: str | Path) -> bool:
-    """Whether it names a file, and is not the text of one."""
+    """Return whether it names a file, and is not the text of one."""
     if isinstance(source, Path):
         return True
     return "\n" not in source and (source.endswith(".csv") or os.path.isfile(source))  # not a file if too long
 
 
 def location(worker: int, position: int, action: Action) -> str:
-    """Say which action is meant; every ScheduleError about one begins with this."""
+    """Say which action is meant: every ScheduleError about an action begins with this."""
     return f"worker {worker}, position {position}, action {action}"
 
 
 def _actions(name: str, worker: int, listed: Iterable[Any]) -> tuple[Action, ...]:
-    """
+    """Return the actions that are listed.
+
     Raises:
         ScheduleError: something else is among them.
     """
     actions = tuple(listed)
-    if not {*map(type, actions)} <= {Action}:  # at once: there may be millions
+    if not {*map(type, actions)} <= {Action}:  # one comparison of sets, since there may be millions
         for position, action in enumerate(actions):
             if not isinstance(action, Action):
                 raise ScheduleError(
-                    f"schedule {name!r}: worker {worker}, position {position}: {action!r} is no Action: write op ('F', "
-                    "'B', 'I' or 'W'), stage and micro-batch, such as pp.Action('F', 0, 3)"
+                    f"schedule {name!r}: worker {worker}, position {position}: {action!r} is not an Action: write op "
+                    "('F', 'B', 'I' or 'W'), stage and micro-batch, such as pp.Action('F', 0, 3)"
                 )
     return actions
 
 
 def _two_owners(schedule: Schedule, stage: int) -> str:
-    """Who has most of a stage's actions owns it: a single stray one is the slip of the pen."""
+    """Say which worker has a stray action of a stage.
+
+    The worker with most of a stage's actions owns it: a single action elsewhere is a slip of the pen.
+    """
     counts = [sum(action.stage == stage for action in actions) for actions in schedule.workers]
     owner = counts.index(max(counts))
     stray = next(worker for worker, count in enumerate(counts) if count and worker != owner)

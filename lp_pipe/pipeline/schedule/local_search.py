@@ -1,4 +1,4 @@
-"""Small changes to an order of actions, kept when the step does not become longer."""
+"""Local search: small changes to an order of actions, kept when the step does not become longer."""
 
 from bisect import bisect_right
 from random import Random
@@ -16,16 +16,17 @@ from lp_pipe.pipeline.schedule.orders import (
     token,
 )
 
-_MEMORY = 40  # steps: how long a longer makespan of before is still good enough
-_REACH = 12  # places that an action may be moved at a time
+_MEMORY = 40  # steps for which an earlier, longer makespan is still accepted
+_REACH = 12  # the most places that an action is moved at a time
 _ROUNDING = 1e-12
 
 
 def improve(problem: OrderingProblem, orders: Orders, steps: int, bound: float = 0.0) -> Orders:
-    """Move actions on the critical path for `steps` steps, or until `bound` is reached; the same for the same input.
+    """Move actions on the critical path for `steps` steps, or until `bound` is reached.
 
     Late-acceptance hill climbing (Burke and Bykov, 2017): a step is taken unless it is worse than both the last order
-    and the one of some steps ago, so that the search leaves local optima, and needs no temperature.
+    and the one of some steps ago, so that the search leaves local optima, and needs no temperature. The result is the
+    same for the same input.
     """
     starts = start_times(problem, orders)
     assert starts is not None, "the search starts at an order that can run"
@@ -76,7 +77,7 @@ def join_backwards(problem: OrderingProblem, orders: Orders, tries: int) -> Orde
 
 
 def _critical_actions(problem: OrderingProblem, orders: Orders, starts: list[list[float]]) -> list[tuple[int, int]]:
-    """(worker, place) of actions that started when the one before them on their worker ended, on one longest path.
+    """Return (worker, place) of actions on one longest path that started when the one before them ended.
 
     The path is followed from the action that ends last: back through its worker for as long as that was busy, then to
     the worker whose message it waited for.
@@ -107,7 +108,7 @@ def _critical_actions(problem: OrderingProblem, orders: Orders, starts: list[lis
 
 
 def _moved(order: list[int], place: int, random: Random) -> list[int] | None:
-    """Change places with one or more before: either it goes before them, or one of them after it."""
+    """Move an action before some that come before it, or one of those after it; None: nothing would change."""
     if random.random() < 0.5:
         target = max(0, place - 1 - random.randrange(_REACH))
         source = place
@@ -123,7 +124,7 @@ def _moved(order: list[int], place: int, random: Random) -> list[int] | None:
 
 
 def _pairs(worker: int, order: list[int]) -> list[tuple[int, int]]:
-    """(worker, place) of each I that is followed by its own W."""
+    """Return (worker, place) of each I that is followed by its own W."""
     waiting: dict[int, int] = {}  # W still to come, by token
     pairs = []
     for place, current in enumerate(order):

@@ -1,4 +1,4 @@
-"""Looped BFS: several virtual stages a worker, each run over all micro-batches before the next."""
+"""Schedule "looped_bfs": several virtual stages a worker, each run over all micro-batches before the next."""
 
 from lp_pipe.pipeline.schedule.ir import Action, Schedule
 from lp_pipe.pipeline.schedule.registry import register_schedule

@@ -1,4 +1,4 @@
-"""1F1B: one forward, one backward, so that few activations wait."""
+"""Schedule "1f1b": one forward, one backward, so that few activations wait."""
 
 from collections.abc import Sequence
 from itertools import chain

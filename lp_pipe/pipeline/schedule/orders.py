@@ -1,4 +1,4 @@
-"""Schedules as lists of small numbers, to be tried by the thousand: what `search_schedule` works on.
+"""Schedules as lists of small numbers, which `search_schedule` tries by the thousand.
 
 A token says op and stage; the micro-batch follows from its place, since each stage runs them in order. So whatever is
 moved, gradients accumulate in micro-batch order and messages are received as they were sent.
@@ -19,13 +19,13 @@ Orders = list[list[int]]  # tokens by worker
 
 
 def token(op: int, stage: int) -> int:
-    """Op and stage in one small number: op in its last two bits."""
+    """Return op and stage in one small number: op in its last two bits."""
     return 4 * stage + op
 
 
 @dataclass(frozen=True)
 class OrderingProblem:
-    """What is to be ordered.
+    """The actions that are to be ordered, with their times and limits.
 
     durations: seconds by token. delays: seconds from a stage to the next one and back. limits: activations by worker.
     credits: messages that may wait on a channel between two workers.
@@ -44,7 +44,7 @@ class OrderingProblem:
 
     @cached_property
     def own(self) -> tuple[tuple[int, ...], ...]:
-        """Each worker's stages."""
+        """Return each worker's stages."""
         return tuple(
             tuple(stage for stage, owner in enumerate(self.placement) if owner == worker)
             for worker in range(self.workers)
@@ -52,17 +52,20 @@ class OrderingProblem:
 
     @property
     def actions(self) -> int:
-        """How many, where all backwards are split."""
+        """Return how many actions there are, where all backwards are split."""
         return 3 * len(self.placement) * self.microbatches
 
     @cached_property
     def credits_from(self) -> tuple[int, ...]:
-        """By stage: credits on the channels between it and the next one; all that may be needed within a worker."""
+        """Return the credits on the channels between each stage and the next one.
+
+        Within a worker that is all that may be needed.
+        """
         return tuple(self.credits if one != other else self.microbatches for one, other in pairwise(self.placement))
 
 
 def start_times(problem: OrderingProblem, orders: Orders) -> list[list[float]] | None:
-    """When each action starts, as `simulate` has it; None where they would wait for each other for ever.
+    """Return when each action starts, as `simulate` has it; None where they would wait for each other for ever.
 
     Where a channel is full, an action does not start. (Real workers compute first and then wait: that deadlocks no
     more often.)
@@ -116,13 +119,13 @@ def start_times(problem: OrderingProblem, orders: Orders) -> list[list[float]] |
 
 
 def makespan(problem: OrderingProblem, orders: Orders, starts: list[list[float]]) -> float:
-    """Seconds until the last worker has ended, from the `start_times` of these orders."""
+    """Return the seconds until the last worker has ended, from the `start_times` of these orders."""
     durations = problem.durations
     return max(own[-1] + durations[order[-1]] for own, order in zip(starts, orders, strict=True))
 
 
 def is_sound(order: list[int], limit: int) -> bool:
-    """Whether a worker's every F comes before its I and that before its W, with no more than `limit` stashed."""
+    """Return whether every F comes before its I and that before its W, with no more than `limit` stashed."""
     done: Counter[int] = Counter()
     for current in order:
         op = current & 3
@@ -133,7 +136,7 @@ def is_sound(order: list[int], limit: int) -> bool:
 
 
 def split(schedule: Schedule) -> Orders:
-    """The order of a schedule, its backwards in two parts: that is never slower."""
+    """Return the order of a schedule with its backwards in two parts: that is never slower."""
     orders: Orders = []
     for actions in schedule.workers:
         order: list[int] = []
@@ -145,7 +148,7 @@ def split(schedule: Schedule) -> Orders:
 
 
 def to_schedule(name: str, orders: Orders) -> Schedule:
-    """Micro-batches are numbered as each stage runs them."""
+    """Return the orders as a schedule; micro-batches are numbered as each stage runs them."""
     return Schedule(name, tuple(_actions(order) for order in orders))
 
 

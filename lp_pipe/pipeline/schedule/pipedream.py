@@ -7,7 +7,7 @@ from lp_pipe.pipeline.schedule.updates import Updates, asynchronous
 
 @register_schedule("pipedream", fixed_chunks=True)
 def pipedream(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B with weight stashing: an update after every micro-batch, with the weights that its forward had.
+    """Order 1F1B with weight stashing: an update after every micro-batch, with the weights that its forward had.
 
     The actions are those of one step that begins and ends empty, which are 1F1B's; between steps that follow each other
     (`PipelineClient.steps`) the pipeline stays full. Stage s of p uses weights that are p - 1 - s updates old, and
@@ -19,9 +19,10 @@ def pipedream(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 @register_schedule("pipedream_2bw", fixed_chunks=True)
 def pipedream_2bw(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B with double-buffered weights: an update after every `stages` micro-batches, one update late on all stages.
+    """Order 1F1B with double-buffered weights: an update after every `stages` micro-batches, one update late.
 
-    A step's last group is smaller where `stages` does not divide its micro-batches.
+    All stages use weights that are one update old. A step's last group is smaller where `stages` does not divide its
+    micro-batches.
     Source: Memory-Efficient Pipeline-Parallel DNN Training (Narayanan et al., ICML 2021), section 3.1.
     """
     return asynchronous("pipedream_2bw", stages, microbatches, Updates(coalesced=True))

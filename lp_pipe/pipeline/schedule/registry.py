@@ -24,7 +24,7 @@ class Registered:
 
 
 _ENTRIES: dict[str, Registered] = {}
-_IN_TORCH = {  # what torch.distributed.pipelining calls them, and does not look alike
+_IN_TORCH = {  # names in torch.distributed.pipelining that do not look like ours
     "interleaved1f1b": "interleaved",
     "interleavedzerobubble": "zb_h1",
     "loopedbfs": "looped_bfs",
@@ -50,7 +50,7 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None 
 
 
 def default_chunks(name: str) -> int:
-    """How many virtual stages a worker has, where nobody asks for another number.
+    """Return how many virtual stages a worker has by default.
 
     Raises:
         ScheduleError: there is no such name.
@@ -59,7 +59,7 @@ def default_chunks(name: str) -> int:
 
 
 def takes_chunks(name: str) -> bool:
-    """Whether it exists for other numbers of virtual stages than `default_chunks`.
+    """Return whether the schedule exists for other numbers of virtual stages than `default_chunks`.
 
     Raises:
         ScheduleError: there is no such name.
@@ -68,7 +68,10 @@ def takes_chunks(name: str) -> bool:
 
 
 def nearest_name(asked: object) -> str:
-    """What somebody means who asks for this; also torch's names and classes (ScheduleGPipe). "" for no idea."""
+    """Return the name that was probably meant, or "" for no idea.
+
+    torch's names and classes (ScheduleGPipe) are understood, too.
+    """
     name = asked.__name__ if isinstance(asked, type) else str(asked)
     name = name.lower().removeprefix("schedule")
     near = get_close_matches(name, [*_IN_TORCH, *schedules()], n=1)
@@ -76,7 +79,7 @@ def nearest_name(asked: object) -> str:
 
 
 def names_file(schedule: str | Path) -> bool:
-    """Whether what a user has given for a schedule is a path, and not a name."""
+    """Return whether what a user has given for a schedule is a path, and not a name."""
     return schedule not in schedules() and is_path(schedule)
 
 
@@ -116,7 +119,7 @@ def register_schedule(
 
 
 def registered(name: str) -> Registered | None:
-    """What another process has to `adopt` for this name; None: it comes with lp_pipe.
+    """Return what another process has to `adopt` for this name; None: it comes with lp_pipe.
 
     Raises:
         ScheduleError: there is no such name.
@@ -126,7 +129,7 @@ def registered(name: str) -> Registered | None:
 
 
 def adopt(name: str, entry: Registered) -> None:
-    """Make available here what was registered in the process that sent it."""
+    """Register here what was registered in the process that sent it."""
     _ENTRIES.setdefault(name, entry)
 
 
@@ -139,7 +142,10 @@ def _entry(name: str) -> Registered:
 
 
 def _refuse_second_owner(name: str, generator: Generator) -> None:
-    """Registering the same function again is fine: a notebook's cell may run twice."""
+    """Refuse a name that another function has.
+
+    Registering the same function again is fine: a notebook's cell may run twice.
+    """
     if name not in _ENTRIES:
         return
     owner = _ENTRIES[name].generator
@@ -150,7 +156,7 @@ def _refuse_second_owner(name: str, generator: Generator) -> None:
 
 
 def check_sizes(asked: str, **sizes: int) -> None:
-    """Refuse what is no whole number of at least 1.
+    """Refuse sizes that are not whole numbers of at least 1.
 
     Raises:
         ScheduleError: names all of them, and what was asked for.
@@ -164,7 +170,7 @@ def check_sizes(asked: str, **sizes: int) -> None:
 
 
 def _more_wrong(make: Callable[[], Schedule]) -> str:
-    """What else is to be changed, so that nobody has to ask a third time."""
+    """Say what else is to be changed, so that one error names all of it."""
     try:
         make()
     except ScheduleError as error:
@@ -173,7 +179,10 @@ def _more_wrong(make: Callable[[], Schedule]) -> str:
 
 
 def _check_made(name: str, made: Any, stages: int, microbatches: int) -> None:
-    """Nobody else would see that a function left out the last micro-batch: without it all is complete, too."""
+    """Refuse what a function made for other numbers.
+
+    Without this check a function could leave out the last micro-batch: without it the schedule is complete, too.
+    """
     if not isinstance(made, Schedule):
         raise ScheduleError(f"schedule {name!r}: its function returned {type(made).__name__}: return a pp.Schedule")
     if (len(made.workers), made.microbatches) != (stages, microbatches):

@@ -11,17 +11,18 @@ from lp_pipe.pipeline.schedule.updates import in_flight
 
 
 def replicated(name: str, replicas: Sequence[int], microbatches: int, chunks: int | None = None) -> Schedule:
-    """The schedule of that name where worker w stands for `replicas[w]` replicas; each runs its `share` of the actions.
+    """Return the schedule of that name where worker w stands for `replicas[w]` replicas.
 
-    The replicas of a stage follow each other closely, so that each does what the one worker would do alone:
+    Each replica runs its `share` of the worker's actions. The replicas of a stage follow each other closely, so that
+    each does what the one worker would do alone:
 
         1f1b, 2 stages of 2 replicas    worker 0 |F0 F1 F2 F3 B0 B1 ...
                                    its replica 1 |   F1    F3    B1 ...   as F0 F1 B0 of a stage without replicas
 
     Where all stages have as many, they are as many pipelines side by side. Else "1f1b" and the asynchronous schedules
     start with as many micro-batches as keep all replicas behind a stage busy (`in_flight`), and others stay as they
-    are. A share can run wherever the whole can: a message has a channel of
-    its two replicas, and leaving out the others' actions makes nobody wait for more.
+    are. A share can run wherever the whole can: a message has a channel of its two replicas, and leaving out the other
+    replicas' actions makes no replica wait for more.
 
     Raises:
         ScheduleError: there is no such schedule for these numbers.
@@ -34,7 +35,7 @@ def replicated(name: str, replicas: Sequence[int], microbatches: int, chunks: in
 
 
 def share(actions: Sequence[Action], replicas: int, replica: int) -> tuple[Action, ...]:
-    """What one replica runs of a worker's actions."""
+    """Return what one replica runs of a worker's actions."""
     return tuple(action for action in actions if action.microbatch % replicas == replica)
 
 

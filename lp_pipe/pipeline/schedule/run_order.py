@@ -1,4 +1,4 @@
-"""Running a schedule in thought: an order in which all actions can run, or who waits for whom."""
+"""An order in which all actions of a schedule can run, or the deadlock that prevents it."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class _Wait(NamedTuple):
     position: int
     action: Action
     reason: str
-    other: int  # the worker that would have to act
+    blocking_worker: int  # the worker that has to act first
 
 
 class _Run:
@@ -90,7 +90,7 @@ class _Run:
         return True
 
     def send(self, channel: int, action: Action) -> bool:
-        """False: it has to wait, and whoever receives next from the channel lets it go on."""
+        """Put a message on a channel; False: the channel is full, and its next receiver lets the sender go on."""
         limit = self.limits[channel]
         if limit is not None and len(self.in_flight[channel]) >= limit:
             self.waiting_senders[channel] = action
@@ -107,7 +107,7 @@ class _Run:
         return self.channels.capacity(channel, credits)
 
     def waits(self) -> dict[int, _Wait]:
-        """What every worker that could not finish waits for."""
+        """Return what every worker waits for that could not finish."""
         waits = {
             self.channels.sender(channel): self._wait_for_credit(channel, action)
             for channel, action in self.waiting_senders.items()
@@ -143,12 +143,12 @@ def _deadlock(schedule: Schedule, credits: int | None, waits: dict[int, _Wait]) 
 
 
 def _cycle(waits: dict[int, _Wait]) -> list[int]:
-    """Workers that wait for each other in a ring, from the first one on; all else only waits for them."""
+    """Return the workers that wait for each other in a ring, from the first one on."""
     path: list[int] = []
     worker = min(waits)
     while worker not in path:
         path.append(worker)
-        worker = waits[worker].other
+        worker = waits[worker].blocking_worker
     ring = path[path.index(worker) :]
     first = ring.index(min(ring))
     return ring[first:] + ring[:first]

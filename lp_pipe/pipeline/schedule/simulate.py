@@ -1,4 +1,4 @@
-"""When every action of a schedule would run."""
+"""The times at which every action of a schedule would run."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from lp_pipe.pipeline.schedule.stash import peak_activations
 
 
 class Span(NamedTuple):
-    """One action, from start to end in seconds."""
+    """An action with its start and end in seconds."""
 
     action: Action
     start_s: float
@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a simulated step looks like: its seconds, the workers' mean idle share of them, and each worker's spans."""
+    """A simulated step: its seconds, the workers' mean idle share of them, and each worker's spans."""
 
     makespan: float
     bubble: float
@@ -61,7 +61,7 @@ def simulate(schedule: Schedule, costs: Costs, links: Seconds | None = None) -> 
 
 
 def _delays(channels: Channels, links: Seconds) -> list[float]:
-    """Seconds by channel."""
+    """Return the seconds of a message, by channel."""
     per_edge = one_each(links, len(channels.placement) - 1, "links", "pair of neighbouring stages")
     return [_delay(channels, channel, per_edge) for channel in range(channels.count)]
 

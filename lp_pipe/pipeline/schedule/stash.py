@@ -1,4 +1,4 @@
-"""How many activations wait on a worker for their backward."""
+"""The number of activations that wait on a worker for their backward."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -13,7 +13,7 @@ _CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """The most activations that each worker has in its stash at a time, counted in (stage, micro-batch) pairs.
+    """Return the most activations that each worker stashes at a time, counted in (stage, micro-batch) pairs.
 
     A forward-only schedule stashes none.
     """
@@ -40,7 +40,7 @@ def check_memory(schedule: Schedule, memory: int | Sequence[int]) -> None:
 
 
 def limits_by_worker(name: str, memory: int | Sequence[int], workers: int) -> Sequence[int]:
-    """One limit each.
+    """Return one limit for each worker.
 
     Raises:
         ScheduleError: there is another number of them, or one is negative or no whole number.
@@ -48,7 +48,7 @@ def limits_by_worker(name: str, memory: int | Sequence[int], workers: int) -> Se
     given: Any = as_int(memory)
     limits = [as_int(limit) for limit in ([given] * workers if isinstance(given, int | float) else given)]
     if any(not isinstance(limit, int) or limit < 0 for limit in limits):
-        raise ScheduleError(f"schedule {name!r}: memory={memory!r}: a number of activations is whole, and at least 0")
+        raise ScheduleError(f"schedule {name!r}: memory={memory!r}: must be whole numbers of activations, at least 0")
     if len(limits) != workers:
         raise ScheduleError(
             f"schedule {name!r}: memory has {len(limits)} limits: give one number, or {workers}, one per worker"

@@ -14,7 +14,7 @@ _MARGIN, _HEADER_HEIGHT, _NAMES_WIDTH, _AXIS_HEIGHT = 24, 50, 68, 38
 _ROW_HEIGHT, _BOX_HEIGHT = 32, 26
 _LETTER_WIDTH, _PADDING = 6.8, 4.4  # pixels
 _MAX_WIDTH = 1400
-_NARROW, _JOINT_WIDTH = 0.4, 6  # of boxes that nobody would see, and of one in their place
+_NARROW, _JOINT_WIDTH = 0.4, 6  # pixels of boxes too narrow to see, and of one in their place
 # For each op a worker's first stage, and its second one (the third looks like the first).
 _SHADES: dict[Op, tuple[str, str]] = {
     "F": ("#b9d2fb", "#8ab2f5"),
@@ -25,10 +25,10 @@ _SHADES: dict[Op, tuple[str, str]] = {
 
 
 def to_svg(timeline: Timeline, name: str) -> str:
-    """A row per worker, time from left to right; hover over a box for its action and seconds.
+    """Draw a row per worker, time from left to right; hover over a box for its action and seconds.
 
     A box says 2F0 (stage, op, micro-batch) where workers have several stages, else F0, or nothing where it is narrow.
-    Those that would be narrower than a pixel are drawn together: millions of them nobody could see, or open.
+    Boxes that would be narrower than a pixel are drawn as one: millions of them could neither be seen nor opened.
     """
     with_stage = any(len({span.action.stage for span in spans}) > 1 for spans in timeline.spans)
     pixels_per_s = _pixels_per_s(timeline, with_stage)
@@ -55,7 +55,7 @@ def _style() -> str:
 
 
 def _pixels_per_s(timeline: Timeline, with_stage: bool) -> float:
-    """As many as the longest label wants in the shortest box, if the picture does not become too wide."""
+    """Return as many as the longest label wants in the shortest box, if the picture does not become too wide."""
     spans = [span for row in timeline.spans for span in row if span.end_s > span.start_s]
     if not spans or timeline.makespan < TINY_S:
         return 0.0
@@ -84,7 +84,10 @@ def _add_chart(chart: ET.Element, timeline: Timeline, pixels_per_s: float, with_
 
 
 def _seen_together(spans: Sequence[Span], pixels_per_s: float) -> Iterator[list[Span]]:
-    """Each by itself; of those too narrow to be seen, as follow each other, enough for a box."""
+    """Yield the spans of each box.
+
+    A span that is wide enough has a box of its own; of those too narrow to be seen, neighbours share one.
+    """
     together: list[Span] = []
     for span in spans:
         if together:
@@ -100,7 +103,7 @@ def _seen_together(spans: Sequence[Span], pixels_per_s: float) -> Iterator[list[
 
 
 def _add_joint_box(row: ET.Element, spans: Sequence[Span], pixels_per_s: float) -> None:
-    """With the color of what takes most of it."""
+    """Draw one box for several spans, with the color of the op that takes most of it."""
     first, last = spans[0], spans[-1]
     seconds = {op: sum(span.end_s - span.start_s for span in spans if span.action.op == op) for op in _SHADES}
     x, width = first.start_s * pixels_per_s, (last.end_s - first.start_s) * pixels_per_s
@@ -139,7 +142,10 @@ def _add_legend(root: ET.Element, timeline: Timeline, right: float) -> None:
 
 
 def _tick_step(pixels_per_s: float) -> float:
-    """1, 2 or 5 times a power of ten, so that ticks are at least 50 pixels apart; 0 where time has no width."""
+    """Return 1, 2 or 5 times a power of ten, so that ticks are at least 50 pixels apart.
+
+    The step is 0 where time has no width.
+    """
     if not pixels_per_s:
         return 0.0
     power = 10.0**-12
@@ -149,5 +155,5 @@ def _tick_step(pixels_per_s: float) -> float:
 
 
 def _add(parent: ET.Element, tag: str, text: str | None = None, **attributes: Any) -> ET.Element:
-    """With one decimal at most: a schedule has many boxes."""
+    """Add an element with one decimal at most: a schedule has many boxes."""
     return add(parent, tag, text, **{name: written(value, 1) for name, value in attributes.items()})

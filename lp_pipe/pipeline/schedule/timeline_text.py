@@ -8,7 +8,7 @@ from lp_pipe.pipeline.schedule.ir import WORDS, Action
 from lp_pipe.pipeline.schedule.simulate import Span, Timeline
 
 _WIDTH = 100
-TINY_S = 1e-100  # as good as none, and nothing to divide by
+TINY_S = 1e-100  # too short a time to divide by
 
 
 def to_text(timeline: Timeline) -> str:
@@ -51,13 +51,13 @@ def _row(spans: tuple[Span, ...], columns_per_s: float, with_stage: bool) -> str
 
 
 def _labels(action: Action, with_stage: bool) -> tuple[str, ...]:
-    """What may stand in an action's box, best first."""
+    """Return the labels that an action's box may have, best first."""
     short = f"{action.op}{action.microbatch}"
     return (str(action), short, action.op) if with_stage else (short, action.op)
 
 
 def _box(labels: tuple[str, ...], width: int) -> str:
-    """F3 in six columns is `F3--- `: the blank keeps neighbours apart."""
+    """Return the label in a box of that width. F3 in six columns is `F3--- `: the blank keeps neighbours apart."""
     if width < 2:
         return labels[-1][:width]
     label = next(label for label in labels if len(label) < width)
@@ -65,7 +65,7 @@ def _box(labels: tuple[str, ...], width: int) -> str:
 
 
 def to_trace_events(timelines: Mapping[str, Timeline]) -> str:
-    """Chrome's JSON: a process for each timeline, by name, with a thread for each worker, times in microseconds.
+    """Return Chrome's JSON: a process for each timeline, by name, with a thread for each worker, in microseconds.
 
     Source: the "Trace Event Format" document of the Chromium project; complete ("X") and metadata ("M") events.
     """

@@ -1,4 +1,4 @@
-"""Asynchronous pipelines: when a stage changes its weights, and how old those are that a forward uses.
+"""The updates of asynchronous pipelines: when a stage changes its weights, and how old those of a forward are.
 
 Micro-batches fall into groups, of which each brings one update. A forward of group q uses the weights after q - delay
 updates (the first ones, until there were so many), and its backward the same. That is counted from the first step of
@@ -16,7 +16,7 @@ from lp_pipe.pipeline.schedule.ir import Action, Schedule
 
 
 class Timing(NamedTuple):
-    """Of one stage.
+    """The update rule of one stage.
 
     every: micro-batches per update, over all replicas. delay: updates that a forward's weights are behind those that a
     single process would use. in_flight: forwards of one replica that may wait for their backwards.
@@ -42,7 +42,7 @@ class Updates:
     vertical_sync: bool = False
 
     def timings(self, replicas: Sequence[int]) -> tuple[Timing, ...]:
-        """For stages with so many replicas.
+        """Return the timing of each stage, for stages with so many replicas.
 
         Raises:
             ScheduleError: vertical sync of stages that update at different times.
@@ -61,7 +61,7 @@ class Updates:
 
 
 class Turn(NamedTuple):
-    """What a replica does next: "F" or "B" of a micro-batch, or a group's "U"pdate after the last of its backwards.
+    """The next action of a replica: "F" or "B" of a micro-batch, or "U", a group's update after its last backward.
 
     group: within the step. ahead: it belongs to the next step, whose groups count on from this one's.
     """
@@ -75,8 +75,9 @@ class Turn(NamedTuple):
 def turns(
     timing: Timing, replica: int, replicas: int, microbatches: int, *, forwarded: int = 0, ahead: int = 0
 ) -> Iterator[Turn]:
-    """One step of a replica that keeps the pipeline full: its backwards and updates, and forwards of the next step.
+    """Yield one step of a replica that keeps the pipeline full.
 
+    The step has its backwards and updates, and forwards of the next step.
     forwarded: how many of its forwards the step before has done. ahead: the next step's micro-batches, 0 to run empty.
     """
     every, delay, limit = timing
@@ -96,12 +97,12 @@ def turns(
         for group in range(updated, done):
             yield Turn("U", microbatch, group)
         updated = done
-    for group in range(updated, groups):  # of micro-batches that other replicas have
+    for group in range(updated, groups):  # groups whose last micro-batches are on other replicas
         yield Turn("U", replica, group)
 
 
 def may_overlap(timings: Sequence[Timing], replicas: Sequence[int], microbatches: int, following: int) -> bool:
-    """Whether a step of so many micro-batches may be followed by another one without running empty in between.
+    """Return whether a step may be followed by another one without running empty in between.
 
     Where stages have different numbers of replicas, only if no update of either step is of a smaller group: a stage
     with one would wait for the next step's forwards, which an earlier stage does after an update that waits for it.
@@ -113,7 +114,7 @@ def may_overlap(timings: Sequence[Timing], replicas: Sequence[int], microbatches
 
 
 def in_flight(replicas: Sequence[int]) -> list[int]:
-    """Micro-batches between a stage's forward and backward that keep all replicas behind it busy, itself included.
+    """Return the micro-batches between forward and backward that keep a stage and all replicas behind it busy.
 
     Source: PipeDream (Narayanan et al., 2019), section 3.2, NOAM and 1F1B-RR.
     """
@@ -124,7 +125,7 @@ def in_flight(replicas: Sequence[int]) -> list[int]:
 
 
 def asynchronous(name: str, stages: int, microbatches: int, updates: Updates) -> Schedule:
-    """One step that begins and ends empty."""
+    """Return one step that begins and ends empty."""
     workers = [
         [Action(op, stage, j) for op, j, _, _ in turns(timing, 0, 1, microbatches) if op != "U"]
         for stage, timing in enumerate(updates.timings([1] * stages))
@@ -133,7 +134,7 @@ def asynchronous(name: str, stages: int, microbatches: int, updates: Updates) ->
 
 
 def vertical_sync(schedule: Schedule) -> Schedule:
-    """The asynchronous schedule whose micro-batches use weights of the same age on all stages.
+    """Return the asynchronous schedule whose micro-batches use weights of the same age on all stages.
 
     Raises:
         ScheduleError: it is not asynchronous.

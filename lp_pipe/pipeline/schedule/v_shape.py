@@ -1,4 +1,4 @@
-"""What schedules with two stages a worker in a V have in common.
+"""Parts that schedules with two stages a worker in a V have in common.
 
     stage       0  1  2
                 5  4  3
@@ -18,7 +18,7 @@ Step = tuple[Op, int]  # an action whose micro-batch follows from its place: (op
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One of a worker's two stages, and what may be done there."""
+    """A stage of a worker's two, and the steps that it has."""
 
     stage: int
 
@@ -40,7 +40,7 @@ class Leg:
 
 
 def legs(stages: int, worker: int) -> tuple[Leg, Leg]:
-    """A worker's stage on the way down the V, and the one on the way up."""
+    """Return a worker's stage on the way down the V, and the one on the way up."""
     return Leg(worker), Leg(2 * stages - 1 - worker)
 
 

@@ -1,4 +1,4 @@
-"""Proof, before anything is launched, that a schedule works."""
+"""The proof, before anything is launched, that a schedule works."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from lp_pipe.pipeline.schedule.numbers_given import as_int, is_count
 from lp_pipe.pipeline.schedule.run_order import run_order
 from lp_pipe.pipeline.schedule.stash import check_memory
 
-# What must run in increasing order on a stage: forwards, and whatever adds to the weights' gradients.
+# Kinds of actions that must run in micro-batch order on a stage: forwards, and those that add to gradients.
 _ORDERED = {"F": "forward", "B": "gradient", "W": "gradient"}
 
 
@@ -45,7 +45,10 @@ def verify(
 
 
 def _check_microbatch_order(schedule: Schedule) -> None:
-    """Gradients are summed in index order, as a plain loop does: floating-point sums depend on it."""
+    """Refuse gradients that are not summed in index order, as a plain loop does.
+
+    Floating-point sums depend on the order.
+    """
     for worker, actions in enumerate(schedule.workers):
         expected: defaultdict[tuple[int, str], int] = defaultdict(int)
         for position, action in enumerate(actions):
@@ -62,7 +65,10 @@ def _check_microbatch_order(schedule: Schedule) -> None:
 
 
 def _check_channel_order(schedule: Schedule, edges: Sequence[ScheduleEdge]) -> None:
-    """A channel is a queue: a receiver gets the messages in the order in which they were sent."""
+    """Refuse receivers that take messages in another order than that in which they were sent.
+
+    A channel is a queue.
+    """
     channels = Channels(schedule.placement, tuple(edges))
     sent, received = _messages(schedule, channels)
     for channel in filter(channels.crosses, range(channels.count)):
@@ -72,7 +78,7 @@ def _check_channel_order(schedule: Schedule, edges: Sequence[ScheduleEdge]) -> N
 
 
 def _messages(schedule: Schedule, channels: Channels) -> tuple[list[list[int]], list[list[int]]]:
-    """The micro-batches that every channel carries, in the order of its sender and of its receiver."""
+    """Return the micro-batches that every channel carries, in the order of its sender and of its receiver."""
     sent: list[list[int]] = [[] for _ in range(channels.count)]
     received: list[list[int]] = [[] for _ in range(channels.count)]
     for actions in schedule.workers:

@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B whose backwards for the weights wait until a worker would be idle."""
+"""Schedule "zb_h1", 1F1B whose backwards for the weights wait until a worker would be idle."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""ZBV: two stages a worker in a V, and backwards in two parts, so that workers are never idle in between."""
+"""Schedule "zbv": two stages a worker in a V, and backwards in two parts, so that workers are not idle in between."""
 
 from collections.abc import Sequence
 

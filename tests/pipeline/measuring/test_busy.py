@@ -89,13 +89,13 @@ def test_they_are_warm_before_go_on_meanwhile_and_are_gone_after_an_error(tmp_pa
 
 
 def test_what_fails_in_them_alone_is_said() -> None:
-    with pytest.raises(PipelineError, match=r"keep busy beside the profile have failed: (.|\n)*not at home"):
+    with pytest.raises(PipelineError, match=r"busy(.|\n)*not at home"):
         pp.profile(model_of(pp.Layer(FailingElsewhere, os.getpid())), *SAMPLE, busy=2)
 
 
 @pytest.mark.slow
 def test_one_that_is_killed_does_not_pass_for_a_busy_one(tmp_path: Path) -> None:
-    with pytest.raises(PipelineError, match="keep busy beside the profile"), others_busy(work_of(tmp_path), 1):
+    with pytest.raises(PipelineError, match="busy="), others_busy(work_of(tmp_path), 1):
         (other,) = others(tmp_path)
         os.kill(other, signal.SIGKILL)
         while is_alive(other):
@@ -112,5 +112,5 @@ def test_they_work_no_longer_than_their_limit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("busy", [0, -1])
 def test_at_least_this_process_is_busy(busy: int) -> None:
-    with pytest.raises(PipelineError, match=f"busy={busy}: a number of processes"):
+    with pytest.raises(PipelineError, match=f"busy={busy}"):
         pp.profile(model_of(pp.Layer(nn.Linear, 4, 4)), *SAMPLE, busy=busy)

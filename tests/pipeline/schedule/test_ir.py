@@ -38,7 +38,7 @@ def test_lists_of_actions_become_tuples() -> None:
 @pytest.mark.parametrize("action", [("F", 0, 0), "0F0", ["F", 0, 0], None], ids=str)
 def test_what_is_no_action_is_refused_with_what_one_is(action: object) -> None:
     # A tuple was an AttributeError, from wherever the schedule was used first.
-    message = r"worker 1, position 1: .* is no Action: .* such as pp.Action\('F', 0, 3\)"
+    message = r"worker 1, position 1: .* is not an Action: .* such as pp.Action\('F', 0, 3\)"
     with pytest.raises(ScheduleError, match=message):
         Schedule("mine", [[Action("F", 0, 0)], [Action("F", 1, 0), action]])  # type: ignore[arg-type]
 
