@@ -160,7 +160,7 @@ def test_what_of_the_plan_the_program_decides_otherwise_is_said(
     assert main(["graph", f"{target}:gpipe", "--plan=plan.toml"]) == 0
     schedule, recompute, microbatches = capsys.readouterr().err.splitlines()
     assert schedule.startswith("lp_pipe: plan.toml: schedule: the program's 'gpipe'")
-    assert recompute.startswith("lp_pipe: plan.toml: stages: recompute: the program says 'none'")
+    assert recompute.startswith("lp_pipe: plan.toml: stages: recompute: the program's 'none'")
     assert microbatches.startswith("lp_pipe: plan.toml: microbatches: the program's 2 ")
     replace(PLAN, stages=stages, schedule="pipedream", microbatches=2).save("plan.toml")
     assert main(["graph", target, "--plan=plan.toml"]) == 0
@@ -180,7 +180,7 @@ def test_of_several_pipelines_the_plan_is_for_the_named_one(target: str) -> None
         ([":two", "--plan=plan.toml"], "plan.toml: the program has several pipelines, in the groups stages, others"),
         ([":two", "--plan=plan.toml", "--plan-group=x"], "plan.toml: group 'x' is no pipeline of the program"),
         ([":one_group", "--plan=plan.toml"], "plan.toml: the program has several pipelines in group 'stages', and"),
-        ([":one_group", "--plan=plan.toml", "--plan-group=stages"], "give each a group of its own, add_pipeline(..., "),
+        ([":one_group", "--plan=plan.toml", "--plan-group=stages"], "give each its own group, add_pipeline(..., "),
         ([":empty", "--plan=plan.toml"], "plan.toml: no pipeline to plan"),
         (["", "--plan=other.toml"], "other.toml: stages: the plan is for another model: it has 1 layers, the model 3"),
         (["", "--plan=mixed.toml"], "mixed.toml: stages: stage 0 of the plan has '2.Linear'"),
