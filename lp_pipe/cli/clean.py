@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lp_pipe.cli.errors import UsageError, counted
-from lp_pipe.launch.cleanup import KEPT_RUNS, has_socket_folder, left_of, old_runs, remove_socket_folder
+from lp_pipe.launch.cleanup import (
+    KEPT_RUNS,
+    abandoned_folders,
+    has_socket_folder,
+    left_of,
+    old_runs,
+    remove_socket_folder,
+)
 from lp_pipe.launch.processes.process_tree import kill_all
 from lp_pipe.launch.run_dir import usual_runs
 from lp_pipe.launch.run_records import RunRecord, dead_entries
@@ -19,7 +26,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="remove leftovers of killed runs, and old runs",
         description=(
             "For every run of yours on this host whose launcher is dead: kill its remaining processes, and remove its "
-            "socket folder and its entry in the list of live runs. With --runs also remove folders of old runs."
+            "socket folder and its entry in the list of live runs. Also remove socket folders that killed agents left "
+            "on this host. With --runs also remove folders of old runs."
         ),
         usage="lp_pipe clean [--runs[=FOLDER]] [--keep=N] [--dry-run]",
         allow_abbrev=False,
@@ -55,7 +63,13 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     for path, record in dead.items():
         done = list(_clean(path, record, is_dry=arguments.dry_run))
         print(f"run {record.name}, whose launcher {record.pid} is dead: {', '.join(done)}")
-    if not dead:
+    abandoned = abandoned_folders()
+    for path in abandoned:
+        if not arguments.dry_run:
+            shutil.rmtree(path, ignore_errors=True)
+        verb = "would remove" if arguments.dry_run else "removed"
+        print(f"{verb} {path}, the socket folder of a run whose processes on this host were all killed")
+    if not dead and not abandoned:
         print("nothing to clean: there are no leftovers of killed runs of yours on this host")
     if folder is not None:
         _clean_runs(folder, KEPT_RUNS if arguments.keep is None else arguments.keep, is_dry=arguments.dry_run)

@@ -11,12 +11,13 @@ import re
 import shutil
 import stat
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from lp_pipe.launch.processes.process_tree import marked, owner_of, start_time
-from lp_pipe.launch.processes.socket_dir import PREFIX
+from lp_pipe.launch.processes.socket_dir import PREFIX, abandoned_socket_dirs
 from lp_pipe.launch.processes.template import MARK
-from lp_pipe.launch.run_records import RunRecord, dead_entries, read_record
+from lp_pipe.launch.run_records import RunRecord, dead_entries, entries, read_record
 from lp_pipe.telemetry.run_folder import RunFolder
 
 KEPT_RUNS = 50
@@ -52,8 +53,22 @@ def prune_runs(parent: Path) -> None:
 
 def prune_entries() -> None:
     """Remove all but the newest entries of killed runs, with their socket folders, if no process of them lives."""
-    dead = list(dead_entries().items())
-    for path, record in dead[:-_KEPT_ENTRIES]:
+    _remove_entries(dict(list(dead_entries().items())[:-_KEPT_ENTRIES]))
+
+
+def remove_entries_of(run_dir: Path) -> None:
+    """Remove the entries of killed runs in this folder, in which another run begins, if no process of them lives."""
+    _remove_entries({path: record for path, record in dead_entries().items() if Path(record.run_dir) == run_dir})
+
+
+def abandoned_folders() -> list[Path]:
+    """Return this user's socket folders without a living process that no entry of a run names."""
+    named = {record.socket_dir for record in entries().values()}
+    return sorted(path for path in abandoned_socket_dirs() if str(path) not in named)
+
+
+def _remove_entries(dead: Mapping[Path, RunRecord]) -> None:
+    for path, record in dead.items():
         if not left_of(record):
             remove_socket_folder(record)
             path.unlink(missing_ok=True)

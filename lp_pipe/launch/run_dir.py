@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.cleanup import prune_runs
+from lp_pipe.launch.cleanup import prune_runs, remove_entries_of
 from lp_pipe.launch.run_records import read_record
 from lp_pipe.telemetry.run_folder import RunFolder
 from lp_pipe.user_folders import is_temporary, state_folder
@@ -39,6 +39,8 @@ def make_run_dir(name: str, asked: str | os.PathLike[str] | None) -> Path:
             f"run_dir {folder} is in use: program {other.program!r} (process {other.pid}) still runs there: stop it, "
             "or give another folder"
         )
+    if other is not None and other.ended is None:
+        remove_entries_of(folder)
     return folder
 
 

@@ -120,6 +120,22 @@ def test_a_thread_run_leaves_a_folder_only_if_something_is_in_it(runs: Path) -> 
     assert len(list(runs.iterdir())) == 2
 
 
+def test_a_run_in_the_folder_of_a_killed_one_removes_its_entry(tmp_path: Path) -> None:
+    live_folder().mkdir(parents=True)
+    for name in ("mine", "other"):
+        folder, socket_dir = tmp_path / name, tmp_path / f"lp-{name}"
+        folder.mkdir()
+        socket_dir.mkdir()
+        dead = record(control=f"unix:{socket_dir}/control", socket_dir=str(socket_dir), run_dir=str(folder))
+        for path in (live_folder() / f"{name}.json", folder / "run.json"):
+            path.write_text(json.dumps(vars(dead)))
+    program = lp.Program("resumed")
+    program.add_node(lp.PyNode(int), label="node")
+    lp.launch(program, "thread", run_dir=tmp_path / "mine").wait()
+    assert [path.stem for path in entries()] == ["other"]
+    assert [path.name for path in tmp_path.glob("lp-*")] == ["lp-other"]
+
+
 def test_entries_of_killed_runs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live_folder().mkdir(parents=True)
     for place in range(5):

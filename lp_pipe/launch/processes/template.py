@@ -1,10 +1,12 @@
 """The launcher's side of the template process, which is in template_process.py."""
 
+import atexit
 import contextlib
 import errno
 import json
 import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -79,6 +81,8 @@ class Template:
         self._on_exit = on_exit
         self._on_lost = on_lost
         self._mark = uuid.uuid4().hex
+        self._socket_dir = socket_dir
+        self._pid = os.getpid()
         self._send_lock = threading.Lock()
         self._is_closing = False
         self._control, theirs = socket.socketpair()
@@ -116,6 +120,7 @@ class Template:
             self._process.kill()
             self.close()
             raise
+        atexit.register(self._remove_sockets)
 
     @property
     def mark(self) -> dict[str, str]:
@@ -155,10 +160,16 @@ class Template:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        atexit.unregister(self._remove_sockets)
         kill_all(marked(MARK, self._mark))
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
+
+    def _remove_sockets(self) -> None:
+        """Remove the run's private folder at this process's end, if the template cannot do that any more."""
+        if self._socket_dir and os.getpid() == self._pid and self._process.poll() is not None:
+            shutil.rmtree(self._socket_dir, ignore_errors=True)
 
     def _say(self, operation: str) -> None:
         with contextlib.suppress(LaunchError):  # as in `signal`

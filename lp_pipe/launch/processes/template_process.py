@@ -31,6 +31,7 @@ from lp_pipe.connections.resource_limits import PROCESS_LIMIT_ADVICE
 from lp_pipe.connections.silence import TICKS
 from lp_pipe.launch.processes.malloc_settings import malloc_environment
 from lp_pipe.launch.processes.process_tree import kill_all, session_of, signal_all, tree_of
+from lp_pipe.launch.processes.socket_dir import register_process
 
 _LENGTH = struct.Struct("<I")
 
@@ -317,6 +318,8 @@ def main(control_fd: int, launcher_pid: int, preload: list[str], orphan_s: float
     orphan_s: how long nodes may take to end after the launcher has died. socket_dir: is removed at the end.
     """
     control = socket.socket(fileno=control_fd)
+    if socket_dir:
+        register_process(socket_dir)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _set_process_name("lp:template")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
