@@ -37,11 +37,11 @@ class EarlyStopping:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the last call returned True, also when that was before a resume."""
+        """Whether the last call returned True, even if that was before a resume."""
         return self._failures >= self._patience
 
     def __call__(self, value: Any) -> bool:
-        """Take the next value; returns whether to stop."""
+        """Take the next value; return whether to stop."""
         value = float(value)
         if self._is_better(value):
             self.best, self._failures = value, 0
@@ -59,5 +59,5 @@ class EarlyStopping:
         return {"best": self.best, "failures": self._failures}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that `state_dict` returned."""
+        """Continue from a state that `state_dict` returned."""
         self.best, self._failures = state["best"], state["failures"]

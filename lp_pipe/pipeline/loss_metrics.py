@@ -36,7 +36,7 @@ class Mean:
 
 
 class _LossMean(Mean):
-    """A plain number or tensor: a mean that is weighted as the loss is."""
+    """A mean that is weighted as the loss is: a plain number or tensor."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ def merged(parts: Iterable[Totals]) -> Totals:
 
 
 def scaled(totals: Totals, factor: float) -> Totals:
-    """Return the totals with the loss's weights multiplied: part of a larger whole, those are smaller shares of it."""
+    """Return the totals with the loss's weights multiplied by a factor, as shares of a larger whole."""
     return {
         name: Total(one.kind, one.value * factor, one.weight * factor) if one.kind is _LossMean else one
         for name, one in totals.items()

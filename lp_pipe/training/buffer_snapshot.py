@@ -110,7 +110,7 @@ def with_buffers(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
-    """Copy the value into a module's buffer, where it fits."""
+    """Copy the value into a module's buffer if it fits; otherwise replace the buffer."""
     present = buffers_of(module)[name]
     if present is not None and (present.shape, present.dtype) == (value.shape, value.dtype):
         present.copy_(value)

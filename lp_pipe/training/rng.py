@@ -33,7 +33,7 @@ def layer_rng(seed: int, index: int) -> Iterator[None]:
 
 @contextmanager
 def sample_rng(number: int) -> Iterator[None]:
-    """Draw what is random about a sample of a data set in the body; restores torch's CPU generator."""
+    """Seed torch's CPU generator for a sample of a data set in the body; restores it."""
     with _generator_lock:
         before = torch.get_rng_state()
         torch.default_generator.manual_seed(number)

@@ -22,10 +22,10 @@ class _RepeatedBlock(NamedTuple):
 def repeated_blocks(module: nn.Module) -> list[str]:
     """Return the names of all repeated blocks, in the order in which the module holds them.
 
-    Blocks are two or more modules of one class in an nn.ModuleList or nn.Sequential, the outermost ones: encoder and
-    decoder may have some each. Where blocks of a class are few or of different sizes (the stages of a Swin
-    transformer), blocks within, of several modules each, stand for them if they have most of the parameters. Classes
-    that together have less than a tenth of all blocks' parameters are left out.
+    Blocks are two or more modules of one class in an nn.ModuleList or nn.Sequential. The outermost ones count: encoder
+    and decoder may have some each. If blocks of a class are few or of different sizes (the stages of a Swin
+    transformer), the blocks within them, of several modules each, replace them if they have most of the parameters.
+    Classes that together have less than a tenth of all blocks' parameters are left out.
     """
     found = _refined(list(_outermost(module, "")))
     sizes = {block.name: block.size for block in found}

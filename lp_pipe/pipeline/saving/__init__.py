@@ -1,3 +1,3 @@
-"""Checkpoints of pipelines as files: what is in them, written and read."""
+"""Checkpoints of pipelines as files: their contents, a reader and a writer."""
 
-METADATA = ".metadata"  # torch's own file; it comes last, so that what was never finished has none
+METADATA = ".metadata"  # torch's own file; written last, so an unfinished checkpoint has none
