@@ -7,7 +7,7 @@ import numpy as np
 from lp_pipe.pipeline.partitioning.cost import Memory
 from lp_pipe.pipeline.partitioning.topology import Level
 
-_MOST_WORK = 2e8  # numbers compared, a second or two
+MOST_WORK = 2e8  # numbers that a search may compare, which takes a second or two
 
 
 def work(states: int, levels: tuple[Level, ...], memory: Memory | None) -> float:
@@ -21,7 +21,7 @@ def work(states: int, levels: tuple[Level, ...], memory: Memory | None) -> float
         if memory is None:
             counts = [1] * level.count
         else:
-            # By devices used, and by those behind: how many of them the first stage may have with r replicas.
+            # By devices used and devices behind: how many devices the first stage may have with r replicas.
             tables = 1 if is_top else _behind(levels, depth)
             used = np.arange(1, devices + 1)
             counts = [tables * int(np.minimum(used // r, inner).sum()) for r in range(1, level.count + 1)]
@@ -30,7 +30,7 @@ def work(states: int, levels: tuple[Level, ...], memory: Memory | None) -> float
             # Each call of numpy costs as much as some thousand numbers.
             total += count * (pairs * columns + 2000 * states)
         if is_top and memory is None and depth == 1:
-            total -= pairs * level.count * (level.count + 1) / 2  # of which a window is enough
+            total -= pairs * level.count * (level.count + 1) / 2  # where a window of the table is enough
     return total
 
 
@@ -45,7 +45,7 @@ def affordable(states: int, most: int, levels: tuple[Level, ...], memory: Memory
 
     most: states that are each within the next, of which the result is a part.
     """
-    most_work = _MOST_WORK if memory is None else 2 * _MOST_WORK  # in tables so small that they take no longer
+    most_work = MOST_WORK if memory is None else 2 * MOST_WORK  # tables of limited memory are small and fast
     if work(states, levels, memory) <= most_work:
         return None
     count = most

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-_MOST_PLACES = 20_000  # some 50 devices of three speeds, nine of nine
+MOST_PLACES = 20_000  # some 50 devices of three speeds, nine of nine
 
 
 class Allocation(NamedTuple):
@@ -59,7 +59,7 @@ def allocations_in_any_order(speeds: Sequence[float], max_replicas: int) -> Allo
 def kinds_searched(speeds: Sequence[float]) -> int:
     """Return of how many different speeds all orders can be searched: of all, but with many devices."""
     for kinds in range(len(set(speeds)), 1, -1):
-        if _count(_enough(rounded(speeds, kinds)[0])) <= _MOST_PLACES:
+        if _count(_enough(rounded(speeds, kinds)[0])) <= MOST_PLACES:
             return kinds
     return 1
 

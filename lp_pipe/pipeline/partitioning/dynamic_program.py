@@ -28,9 +28,9 @@ from lp_pipe.pipeline.partitioning.cost import (
 from lp_pipe.pipeline.partitioning.states import Floats, States
 from lp_pipe.pipeline.partitioning.topology import Level
 
-_PAIRS = 20_000  # of an end and a number of replicas, at once: what the cache holds
+_PAIRS = 20_000  # of an end and a number of replicas, computed at once: so many stay in the cache
 _ROUNDING = 1e-6
-_ANY = 0  # in place of a number of devices, where that does not matter
+_ANY = 0  # the number of devices where it does not matter
 
 
 OnADevice = Callable[[States, Memory | None, Waiting], Floats]  # by [start, end] of a stage that holds so much
@@ -91,7 +91,7 @@ class DynamicProgram:
         self._devices = [int(np.prod([level.count for level in levels[:depth]])) for depth in range(len(levels) + 1)]
         self._tables: dict[_Subproblem, dict[int, _LevelTable]] = {}
         self._bottom: dict[Waiting, Floats] = {}
-        # What a group computes in the time that a plan is known for; 0 where no layer takes any.
+        # What a group computes in the time of the known plan; at least the smallest float, where no layer takes time.
         of_group = max(upper * self._devices[-2], np.finfo(np.float64).tiny)
         self._least_groups = np.ceil((states.compute[-1] - states.compute) / of_group - _ROUNDING).astype(int)
         self._least_groups_before = np.ceil(states.compute / of_group - _ROUNDING).astype(int)
@@ -184,7 +184,7 @@ class DynamicProgram:
         if used == _ANY or first < used:
             behind = self._tables[place][used - first].rest[start + 1 :, ends, : left + 1]
             found = np.maximum(behind, leaving[:, None, None]).min(axis=0)
-        if first == used:  # it may be the only one
+        if first == used:  # the stage may be the only one
             alone = stage[-1:] if place == self._top else stage
             found = np.minimum(found, alone[:, None])
         whole, rest = table.whole[start, ends, -left - 1 :], table.rest[start, ends, -left - 1 :]
@@ -243,7 +243,7 @@ class DynamicProgram:
         parts: list[NestedStage] = []
         while start != end:
             row = (tables[used].rest if behind_boundary else tables[used].whole)[start, column]
-            groups = int(np.flatnonzero(row <= enough)[0])  # as few as do
+            groups = int(np.flatnonzero(row <= enough)[0])  # the fewest that are enough
             first, replicas, cut = self._choice(place, used, start, end, groups, enough, behind_boundary)
             below = self._below(place, replicas, used - first)
             inside = self._traced(below, first // replicas, start, cut) if below.depth else []

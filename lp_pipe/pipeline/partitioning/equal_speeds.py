@@ -16,7 +16,7 @@ from lp_pipe.pipeline.partitioning.states import States
 from lp_pipe.pipeline.partitioning.timed_stages import TimedStage, recomputed, timed_stages
 from lp_pipe.pipeline.partitioning.topology import Level
 
-_WINDOWED = 200  # states from which on it pays to know a plan before the search
+WINDOWED_STATES = 200  # with more states a plan is searched first that bounds the search of tables
 _ROUNDING = 1 + 1e-9
 
 
@@ -38,7 +38,7 @@ class EqualSpeeds:
         count = affordable(states, most, self._levels, memory)
         if count is None or len(self._levels) > 1:
             return count
-        return None if states == most else most  # a chain is no trouble
+        return None if states == most else most  # chains can be searched whole, by `min_time`
 
     def acceptable_gap(self, memory: Memory | None) -> float:
         """Return the gap of plans that are good enough where a search of all takes too long."""
@@ -97,12 +97,12 @@ class EqualSpeeds:
 
     def _upper(self, states: States, levels: tuple[Level, ...], max_replicas: int) -> float:
         """Return the seconds of a plan that is found fast: without replicas, and with few places to cut."""
-        if states.count <= _WINDOWED:
+        if states.count <= WINDOWED_STATES:
             return np.inf
         straight = DynamicProgram(states, levels, self._model, 1).seconds() * _ROUNDING
         if max_replicas == 1:
             return straight
-        few = states.only(evenly(states.count, _WINDOWED))
+        few = states.only(evenly(states.count, WINDOWED_STATES))
         return min(
             straight, DynamicProgram(few, levels, self._model, max_replicas, upper=straight).seconds() * _ROUNDING
         )

@@ -17,7 +17,7 @@ from lp_pipe.pipeline.partitioning.cost import Memory, Waiting
 from lp_pipe.pipeline.partitioning.dynamic_program import NestedStage
 from lp_pipe.pipeline.partitioning.states import Floats, States
 
-ATTEMPTS = 200  # enough for a chain: a dozen or two do
+ATTEMPTS = 200  # more than chains take, which is a dozen or two
 Ints = NDArray[np.int64]
 
 
@@ -101,14 +101,14 @@ def search_min_limit(
     for attempt in range(attempts):
         if least >= known.most:
             break
-        # By halves, and before that once whether there is anything better, which there seldom is.
+        # Halve; but first ask whether any plan is better than the known one, which is seldom so.
         limit = (least + known.most) / 2 if attempt else known.most
         limit = max(least, min(limit, float(np.nextafter(known.most, 0))))
         found = min_devices(states, demand.below(known.most), limit)
         if found.cuts:
             known = found
         else:
-            least = found.next_limit  # to allow less than that changes nothing
+            least = found.next_limit  # a smaller limit would allow the same stages
     return known, min(least, known.most)
 
 
@@ -122,11 +122,11 @@ class _Sweep:
         self._limit = limit
         self._allows = demand.sides <= limit
         self._next_limit = float(demand.sides[~self._allows].min(initial=np.inf))
-        self._used = np.full(states.count, pairs.devices)  # none has so many behind it: no plan from there on
+        self._used = np.full(states.count, pairs.devices)  # all devices: there is no plan from there on
         self._most = np.zeros(states.count)
         self._ends = np.zeros(states.count, dtype=int)
         self._replicas = np.zeros(states.count, dtype=int)
-        # Of ends that are each within the next, with as many devices behind, the first asks for least: by pair.
+        # By pair: of ends that are each within the next, the first one demands least.
         self._is_chain = states.is_chain
         self._first = np.full(len(pairs.total), states.count)
         self._enter(states.count - 1, 0)

@@ -67,7 +67,7 @@ class _BytesNeeded:
     """The demand of bytes: those of the fullest device of a stage. A side of a boundary needs nothing."""
 
     def __init__(self, states: States, memory: Memory, devices: int, max_replicas: int) -> None:
-        # Each replica of as many has one micro-batch of a step.
+        # With more replicas than micro-batches some would have none.
         enough = devices if memory.schedule in ASYNCHRONOUS else memory.microbatches
         self._states = states
         self._memory = memory

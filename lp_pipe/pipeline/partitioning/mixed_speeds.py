@@ -33,7 +33,7 @@ from lp_pipe.pipeline.partitioning.timed_stages import TimedStage, recomputed, s
 from lp_pipe.pipeline.partitioning.topology import Level
 
 ORDERS = ("any", "given")
-_MOST_WORK = 8.5e8  # numbers compared, some seconds: 500 layers on 64 devices in a given order, 1,000 on 8 in any
+MOST_WORK = 8.5e8  # numbers compared, some seconds: 500 layers on 64 devices in a given order, 1,000 on 8 in any
 _OVERHEAD = 3000  # numbers that could be compared in the time of calling numpy once
 
 
@@ -67,16 +67,16 @@ class MixedSpeeds:
         """Return how many states, of `most` each within the next, can be searched in seconds; None: all `states`."""
         allocations = self._allocations(self._speeds_below, max_replicas)
         devices = len(self._speeds)
-        if _work(allocations, states, memory, devices) <= _MOST_WORK:
+        if _work(allocations, states, memory, devices) <= MOST_WORK:
             return None
         count = most
-        while count > 2 and _work(allocations, count, memory, devices) > _MOST_WORK:
+        while count > 2 and _work(allocations, count, memory, devices) > MOST_WORK:
             count = max(2, int(count * 0.9))
         return count
 
     def acceptable_gap(self, memory: Memory | None) -> float:
         """Return the gap of plans that are good enough where a search of all takes too long."""
-        return 0.05 if memory is None else np.inf  # of which bounds take no account, and tables take a minute
+        return 0.05 if memory is None else np.inf  # bounds take no account of memory, and tables take a minute
 
     def is_as_fast_within_memory(self, states: States, max_replicas: int) -> bool:
         """Return whether a search within a memory limit takes no longer than one without."""
@@ -286,7 +286,7 @@ class _AllocationTables:
 
     def _choice(self, used: int, place: int, state: int, enough: float) -> _AllocatedStage:
         costs = self._costs(used, slice(state, state + 1))[:, 0]
-        for allocation in sorted(self._within(self._allocations[place], used)):  # as few devices as do, and slow ones
+        for allocation in sorted(self._within(self._allocations[place], used)):  # few devices and slow ones first
             behind = self._best[self._after(used, allocation.replicas), allocation.next_place]
             ends = np.flatnonzero(np.maximum(costs[self._kinds[allocation[:2]]], behind) <= enough)
             if len(ends):

@@ -86,8 +86,8 @@ class Plan:
             stray = [name for name in planned_stage.layers if name not in expected]
             if stray:
                 raise PartitionError(
-                    f"stage {stage} of the plan has {stray[0]!r}, which in the model does not come there: stages must "
-                    "be consecutive layers of the model"
+                    f"stage {stage} of the plan has {stray[0]!r}, which is elsewhere in the model: stages must be "
+                    "consecutive layers of the model"
                 )
         return ends[:-1]
 
@@ -203,7 +203,7 @@ def _hosts(table: dict[str, Any], replicas: int, where: str) -> tuple[int | str,
     hosts = table.get("hosts", [])
     if not isinstance(hosts, list) or not all(_is_host(host) for host in hosts):
         raise PartitionError(
-            f"{where}: hosts: a list with a name or a whole number of at least 0 for each replica is needed, not "
+            f"{where}: hosts: must be a list with a name or a whole number of at least 0 for each replica, not "
             f"{hosts!r}"
         )
     if len(hosts) not in (0, replicas):
@@ -218,7 +218,7 @@ def _is_host(host: Any) -> bool:
 def _tables(table: dict[str, Any], key: str, where: str) -> list[Any]:
     tables = table.get(key, [])
     if not isinstance(tables, list):
-        raise PartitionError(f"{where}: {key}: write each as [[{key}]]")
+        raise PartitionError(f"{where}: {key}: must be tables, each written as [[{key}]]")
     return tables
 
 

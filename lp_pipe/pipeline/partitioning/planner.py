@@ -28,7 +28,7 @@ from lp_pipe.pipeline.partitioning.step_time import step_seconds
 from lp_pipe.pipeline.partitioning.timed_stages import TimedStage, as_plan, fits, slowest, with_runners_up
 from lp_pipe.pipeline.partitioning.topology import Topology
 
-_MOST_STATES = 2500  # tables grow with their square
+_MOST_STATES = 2500  # the size of tables grows with the square of the states
 _MANY_CUTS = "this model has too many places to cut to search them all"
 _REFINEMENTS = 1  # searches of the cuts near the best ones, where not all can be searched
 
@@ -47,20 +47,22 @@ def partition(
     action_seconds: float = ACTION_SECONDS,
     device_order: str = "any",
 ) -> Plan:
-    """The plan whose slowest stage, or side of a boundary, is as fast as can be; devices may stay idle.
+    """Return the plan whose slowest stage, or side of a boundary, is as fast as can be; devices may stay idle.
 
     max_replicas: of a stage, over all levels. straight: no replicas at all. cost_model: "pipedream" adds compute and
-    all-reduce, "overlap" takes the longer. Where the topology has a memory limit, a device's stage must fit: its
-    weights in all versions that are in use, `optimizer_bytes_per_parameter_byte` times as much besides, and the
-    activations that `schedule` stashes there with so many microbatches: "1f1b", "gpipe", "pipedream", "pipedream_2bw",
-    or "auto": "1f1b" or "gpipe", whichever has the shorter step, its bubble included.
+    all-reduce, "overlap" takes the longer.
+    Where the topology has a memory limit, a device's stage must fit: its weights in all versions that are in use,
+    `optimizer_bytes_per_parameter_byte` times as much besides, and the activations that `schedule` stashes there with
+    so many microbatches.
+    schedule: "1f1b", "gpipe", "pipedream", "pipedream_2bw", or "auto": "1f1b" or "gpipe", whichever has the shorter
+    step, its bubble included.
     recompute: "full" keeps the stages' inputs only, for one more forward (which counts as compute); "none"; "auto":
     "full" for those stages that would not fit otherwise.
     microbatches: of a step; default: as many as the profiled program has, or 8.
     action_seconds: what the engine takes for a forward or backward of one micro-batch on one stage, beside the compute.
     A UserWarning, which the plan keeps as `warning`, names a stage that is too short to be worth its cut.
     device_order: of devices with different speeds along the pipeline: "any", or as "given" in the topology.
-    Exact where the plan's proven_gap is 0; where a model has too many places to cut, the reason says so.
+    The plan is the best where its proven_gap is 0; where a model has too many places to cut, the reason says so.
 
     Raises:
         PartitionError: an option is wrong, or no plan fits the memory; says by how much.
@@ -71,11 +73,9 @@ def partition(
         raise PartitionError(f"topology={topology!r}: give a pp.Topology(levels=[…]), or pp.Topology.load(path)")
     if schedule not in (*SCHEDULES, *ASYNCHRONOUS, "auto"):
         known = ", ".join(map(repr, (*SCHEDULES, *ASYNCHRONOUS)))
-        raise PartitionError(
-            f"schedule={schedule!r}: plans are made for {known}, or 'auto', which takes '1f1b' or 'gpipe'"
-        )
+        raise PartitionError(f"schedule={schedule!r}: use {known}, or 'auto', which takes '1f1b' or 'gpipe'")
     if recompute not in RECOMPUTES:
-        raise PartitionError(f"recompute={recompute!r}: plans are made for {', '.join(map(repr, RECOMPUTES))}")
+        raise PartitionError(f"recompute={recompute!r}: use one of {', '.join(map(repr, RECOMPUTES))}")
     checked_number(optimizer_bytes_per_parameter_byte, "optimizer_bytes_per_parameter_byte")
     checked_number(action_seconds, "action_seconds")
     microbatches = checked_count(profile.microbatches or 8 if microbatches is None else microbatches, "microbatches")
@@ -112,7 +112,7 @@ def _devices(topology: Topology, model: CostModel, recompute: str, order: str) -
         return EqualSpeeds(topology.levels, model, recompute)
     if len(topology.levels) > 1:
         raise PartitionError(
-            f"topology: levels[0].speeds: devices of different speeds are planned on one level only, and there are "
+            f"topology: levels[0].speeds: devices of different speeds need a topology of one level, and this has "
             f"{len(topology.levels)}: plan for the devices of one level, or leave the speeds out"
         )
     return MixedSpeeds(level, model, recompute, order)
@@ -194,11 +194,11 @@ class _Partitioner:
         if len(levels) > 1 and can_search:
             needed = nested_min_memory(states, levels, memory, self._max_replicas)
         again = ", recompute='auto'" if memory.recompute == "none" else ""
-        found = "fits" if states.is_complete else f"was found that fits, in one order of the layers ({_MANY_CUTS})"
+        found = "fits" if states.is_complete else f"that fits was found in one order of the layers ({_MANY_CUTS})"
         return PartitionError(
             f"memory: no plan {found}: on {self._topology.devices} devices the fullest needs at least {needed:,.0f} "
             f"bytes, {needed - memory.limit:,.0f} more than the topology's memory of "
-            f"{memory.limit:,.0f}; use more devices{again}, or smaller micro-batches"
+            f"{memory.limit:,.0f}: use more devices{again}, or smaller micro-batches"
         )
 
     def _best(self, max_replicas: int, memory: Memory | None, acceptable_gap: float) -> tuple[list[TimedStage], States]:
@@ -220,8 +220,8 @@ class _Partitioner:
             found += self._among_some(order, count, max_replicas, memory)
         if not found:
             raise PartitionError(
-                "memory: no plan was found that fits, among fewer cuts than there are, since to try all would take too "
-                "long; use more memory or a topology of one level"
+                "memory: no plan that fits was found among some of the cuts, since to try all would take too long: use "
+                "more memory, or a topology of one level"
             )
         return min(found, key=lambda stages: slowest(stages[0]))
 

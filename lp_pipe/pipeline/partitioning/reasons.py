@@ -7,7 +7,7 @@ from lp_pipe.pipeline.partitioning.plan import Plan
 from lp_pipe.pipeline.partitioning.profile import Profile, total_seconds
 from lp_pipe.pipeline.partitioning.step_time import StageTiming
 
-_WORTH = 2  # beside its messages a stage computes at least so many times what the engine takes
+_WORTH = 2  # a stage worth its cut computes so many times what the engine takes, beside its messages
 
 
 def reason(plan: Plan, profile: Profile, devices: int, recompute: str, inexact: str) -> str:

@@ -109,7 +109,7 @@ def _closed_sets(profile: Profile, limit: int) -> list[int] | None:
     sets: list[int] = [0]
     frontier = [0]
     for _ in profile.layers:
-        larger: dict[int, None] = {}  # a set that keeps its order
+        larger: dict[int, None] = {}  # a dict, as a set that keeps its order
         for done in frontier:
             for layer, need in enumerate(needs):
                 if not done >> layer & 1 and need & ~done == 0:

@@ -133,7 +133,7 @@ def test_four_speeds_are_exact_or_within_the_proven_gap(profile: pp.Profile, spe
     optimum = best(profile, devices, "any", 9)
     assert pp.partition(profile, devices).slowest_seconds == pytest.approx(optimum)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_orders, "_MOST_PLACES", 30)  # four devices of four speeds have 42
+        patch.setattr(device_orders, "MOST_PLACES", 30)  # four devices of four speeds have 42
         plan = pp.partition(profile, devices)
     assert optimum <= plan.slowest_seconds * (1 + 1e-9)
     assert plan.slowest_seconds <= optimum * (1 + plan.proven_gap) * (1 + 1e-9)
@@ -158,7 +158,7 @@ def test_equal_speeds_are_planned_as_devices_without() -> None:
 
 
 def test_where_all_cuts_would_take_too_long_the_plan_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_speeds, "_MOST_WORK", 1e6)
+    monkeypatch.setattr(mixed_speeds, "MOST_WORK", 1e6)
     plan = pp.partition(random_chain(100), topology(*[1.0] * 3, *[0.5] * 3, *[0.25] * 3))
     assert 0 < plan.proven_gap < 0.2
     assert "too many places to cut" in plan.reason
@@ -185,7 +185,7 @@ def test_speeds_are_rounded_to_neighbours() -> None:
 
 def test_speeds_are_refused_where_there_are_several_levels() -> None:
     levels = pp.Level("device", 2, 1e9, speeds=(1.0, 0.5)), pp.Level("host", 2, 1e8)
-    with pytest.raises(pp.PartitionError, match=r"levels\[0\].speeds: .* one level only, and there are 2"):
+    with pytest.raises(pp.PartitionError, match=r"levels\[0\].speeds: .* 2"):
         pp.partition(chain([1, 2]), pp.Topology(levels))
 
 

@@ -211,7 +211,7 @@ def test_where_not_all_cuts_can_be_tried_a_plan_that_fits_is_found_if_there_is_o
     sizes = [1.0] * 40 + [100.0, 100.0] + [1.0] * 40
     profile = pp.Profile(tuple(pp.LayerProfile(f"l{i}", 1.0, 2.0, 0.0, size) for i, size in enumerate(sizes)))
     topology = pp.Topology([pp.Level("x", count, 1e9) for count in counts], memory=3 * 150)
-    monkeypatch.setattr(cut_sampling, "_MOST_WORK", 2e5)
+    monkeypatch.setattr(cut_sampling, "MOST_WORK", 2e5)
     plan = pp.partition(profile, topology)
     assert [name for stage in plan.stages for name in stage.layers] == [layer.name for layer in profile.layers]
     assert fullest(plan, profile, "1f1b", 2.0, 8) <= 3 * 150
@@ -303,7 +303,7 @@ def test_where_one_order_of_a_large_dag_is_searched_an_error_does_not_say_that_n
     sizes = [1.0] * 6 + [5.0] + [1.0] * 6
     layers = tuple(pp.LayerProfile(f"l{i}", 1.0, 2.0, 0.0, size) for i, size in enumerate(sizes))
     topology = pp.Topology((pp.Level("device", 2, 1e9),), memory=3 * 9)
-    with pytest.raises(pp.PartitionError, match=r"no plan was found that fits.*too many places to cut.*at least 33 "):
+    with pytest.raises(pp.PartitionError, match=r"no plan that fits was found .*too many places to cut.*at least 33 "):
         pp.partition(pp.Profile(layers, edges=()), topology)
 
 
@@ -361,7 +361,7 @@ def test_with_an_upper_bound_the_search_finds_the_same(monkeypatch: pytest.Monke
     profile = random_chain(150, seed=3)
     topology = pp.Topology([pp.Level("device", 12, bandwidth=1.0)])
     whole = pp.partition(profile, topology)
-    monkeypatch.setattr(equal_speeds, "_WINDOWED", 20)
+    monkeypatch.setattr(equal_speeds, "WINDOWED_STATES", 20)
     assert pp.partition(profile, topology).slowest_seconds == pytest.approx(whole.slowest_seconds)
 
 
