@@ -23,7 +23,7 @@ import lp_pipe as lp
 from benchmarks.report import machine, show_table, write_json
 from lp_pipe.connections import tls  # noqa: F401 - so that it counts as imported before
 from lp_pipe.launch import multi_host
-from lp_pipe.launch.engines import Engine, HostOffer, Invitation, Watched
+from lp_pipe.launch.engines import Engine, HostOffer, Invitation, StartedAgent
 from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.hosts.gathering import Patience
 from lp_pipe.launch.multi_host import MultiHostOptions
@@ -55,7 +55,7 @@ class FakeHosts(Engine):
     def hosts(self) -> Sequence[HostOffer]:
         return self._hosts
 
-    def start(self, invitation: Invitation) -> Sequence[Watched]:
+    def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
         self.called_at = clock()
         self._tell(do="join", addresses=list(invitation.addresses), secret=invitation.secret.decode())
         threading.Thread(target=self._answers, daemon=True).start()

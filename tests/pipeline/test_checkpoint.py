@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import format_utils
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
-from lp_pipe.checkpoint import shared
+from lp_pipe.checkpoint import host_visibility
 from lp_pipe.errors import CheckpointError
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.layers.model import OptimizerFactory
@@ -669,7 +669,7 @@ def test_a_folder_that_is_another_one_on_each_host_is_no_checkpoint(
             super().remove_share(str(there) if self._worker == 1 else folder, *args)
 
     monkeypatch.setattr("lp_pipe.pipeline.worker.worker.Shares", OnAnotherHost)
-    monkeypatch.setattr(shared, "_APPEARS_WITHIN_S", 0.0)
+    monkeypatch.setattr(host_visibility, "_APPEARS_WITHIN_S", 0.0)
     with launched("thread", pp.Model([nn.Linear(1, 1), nn.Linear(1, 1)], squared_error, sgd), stages=2) as pipeline:
         what = (
             r"stages/1 on \S+ has just made, .*/here/step-0" if has_folder else "first stage has just made, .*/there:"
