@@ -12,7 +12,7 @@ _MODULES = {"ChannelHub": "hub", "Receiver": "receiver", "Sender": "sender", "op
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: channels need torch, and those who only look at a program do not."""
+    """Import a name when it is first used: channels need torch, and programs that are only looked at do not load it."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -1,4 +1,4 @@
-"""Values of one structure from their tensors: pytree would look every container up again for every message."""
+"""Make many values of one structure from their tensors; pytree would look up every container for each of them."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +13,17 @@ Maker = Callable[[Sequence[Tensor]], Any]
 
 
 def assembler(treedef: pytree.TreeSpec, are_tensors: Sequence[bool], constants: Sequence[Any]) -> Maker:
-    """What makes a value of its tensors; the other leaves are constants, the same objects in every value.
+    """Return a function that makes a value from its tensors.
 
-    are_tensors: whether each leaf is one.
+    are_tensors: whether each leaf is a tensor.
+    constants: the other leaves, which are the same objects in every value.
     """
     return _maker(treedef, _makers(are_tensors, constants))
 
 
 @dataclass(frozen=True)
 class _Constant:
-    """Makes the same for every value."""
+    """A maker that returns the same object for every value."""
 
     value: Any
 
@@ -31,7 +32,7 @@ class _Constant:
 
 
 def _makers(are_tensors: Sequence[bool], constants: Sequence[Any]) -> Iterator[Maker]:
-    """Of a value's leaves, in order."""
+    """Yield the makers of a value's leaves, in order."""
     tensors, others = itertools.count(), iter(constants)
     for is_tensor in are_tensors:
         yield _nth(next(tensors)) if is_tensor else _Constant(next(others))
@@ -56,7 +57,7 @@ def _maker(treedef: pytree.TreeSpec, leaves: Iterator[Maker]) -> Maker:
 
 
 def _tuple_of(parts: Sequence[Maker]) -> Maker:
-    if len(parts) == 2:  # nearly always: a message's value and what is known of it
+    if len(parts) == 2:  # nearly always: a message is a value and its metadata
         first, second = parts
         return lambda tensors: (first(tensors), second(tensors))
     return lambda tensors: tuple([part(tensors) for part in parts])

@@ -1,11 +1,15 @@
-"""The receiver's half of transports whose bytes come by themselves, once their header has been seen.
+"""The receiving half of transports whose bytes arrive on their own, once a header has announced them.
 
-    header: how many bytes   ──►  the connection's thread starts to receive them
-    the bytes                ──►  a thread of async_receive.py waits for them
-                                  the stage asks for them, and waits for that thread
+    header with the size   ──►  the connection's thread starts to receive the bytes
+    the bytes              ──►  ReceiveWaiter's thread waits for them
+                                the stage asks for them, and waits for that thread
 
-The receive starts when the header is there and not when the stage asks, so two stages that send to each other do not
+The receive starts when the header is there, not when the stage asks. So two stages that send to each other do not
 wait for each other.
+
+gloo (torch 2.13) does not wake a thread that waits for a message of which the beginning has arrived when the sender
+dies, is cut off, or when the pair is closed. Only the wait's own time limit ends it. So a thread of ours waits there,
+and the stage waits for that thread, which `give_up` releases.
 """
 
 import struct
@@ -30,10 +34,10 @@ PendingMemory = Future[Tensor]
 
 
 class Work(Protocol):
-    """As torch.distributed's Work."""
+    """An operation in progress, like torch.distributed's Work."""
 
     def wait(self, timeout: timedelta, /) -> Any:
-        """Until it is done.
+        """Wait until the operation is done.
 
         Raises:
             RuntimeError: it failed, or the time has passed.
@@ -41,13 +45,13 @@ class Work(Protocol):
 
 
 class ReceiveWaiter:
-    """Messages in the order in which they come. Ended by `give_up`, which may be called by any thread, also twice.
+    """Waits for asynchronous receives, in order, in a thread of its own.
 
-    means: what receives them ("gloo").
+    backend: what receives the bytes, for messages and thread names ("gloo").
     """
 
-    def __init__(self, means: str) -> None:
-        self._means = means
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
         self._lock = threading.Lock()
         self._works: SimpleQueue[tuple[Work, Tensor, PendingMemory] | Callable[[], None] | None] = SimpleQueue()
         self._pending: dict[int, PendingMemory] = {}
@@ -55,7 +59,7 @@ class ReceiveWaiter:
         self._thread: threading.Thread | None = None
 
     def expect(self, work: Work, memory: Tensor) -> PendingMemory:
-        """The work's memory, once its message is there; TransferError when it will not come."""
+        """Return a future of the memory. It raises TransferError if the message will not arrive."""
         arrival: PendingMemory = Future()
         with self._lock:
             if self._reason is not None:
@@ -67,7 +71,7 @@ class ReceiveWaiter:
         return arrival
 
     def then(self, call: Callable[[], None]) -> None:
-        """`call` once what is expected now has come, or failed; never after `give_up`."""
+        """Call `call` once all messages expected so far have arrived or failed. It is not called after `give_up`."""
         with self._lock:
             if self._reason is not None:
                 return
@@ -75,19 +79,22 @@ class ReceiveWaiter:
         self._works.put(call)
 
     def give_up(self, reason: str) -> None:
-        """Nothing more will come. The thread may be stuck in gloo for a while yet, with one message's memory."""
+        """Fail all receives that are pending, and those to come. Any thread may call this, also twice.
+
+        The waiting thread may be stuck in gloo for some more time, and keeps the memory of one message.
+        """
         with self._lock:
             self._reason = self._reason or reason
             pending, self._pending = list(self._pending.values()), {}
         self._works.put(None)
         for arrival in pending:
-            with suppress(InvalidStateError):  # it has come at this moment
+            with suppress(InvalidStateError):  # it arrived at this moment
                 arrival.set_exception(TransferError(reason))
 
     def _start(self) -> None:
         if self._thread is None:
-            thread = threading.Thread(target=self._wait_for_all, name=f"receive {self._means}", daemon=True)
-            thread.start()  # before it counts: the system may have no more
+            thread = threading.Thread(target=self._wait_for_all, name=f"receive {self._backend}", daemon=True)
+            thread.start()  # if the system has no more threads, the next call tries again
             self._thread = thread
 
     def _wait_for_all(self) -> None:
@@ -103,8 +110,8 @@ class ReceiveWaiter:
                 if error is None:
                     arrival.set_result(memory)
                 else:
-                    arrival.set_exception(TransferError(f"{self._means}: {error}"))
-            del item, work, memory, arrival  # until the next one comes: memory that nobody uses is used again
+                    arrival.set_exception(TransferError(f"{self._backend}: {error}"))
+            del item, work, memory, arrival  # frees the memory for reuse while this thread waits for the next message
 
 
 def _error_of(work: Work) -> str | None:
@@ -115,34 +122,37 @@ def _error_of(work: Work) -> str | None:
     return None
 
 
-SIZE = struct.Struct("<Q")  # what a header begins with; 0: there are no bytes
+SIZE = struct.Struct("<Q")  # the start of a header; 0: no bytes follow
 
-_LAST_BYTES_S = {"near": 1.0, "far": 5.0}
+# How long bytes that a sender has sent before its orderly end may take to arrive.
+_LAST_BYTES_S = {"loopback": 1.0, "network": 5.0}
 
 
 class AsyncReceiver(TransportReceiver):
-    """means: what brings the bytes ("gloo"), for messages. device: where the tensors are to be."""
+    """The receiving half of an asynchronous transport.
 
-    def __init__(self, means: str, device: torch.device = CPU) -> None:
+    backend: as for ReceiveWaiter. device: where received tensors are put.
+    """
+
+    def __init__(self, backend: str, device: torch.device = CPU) -> None:
         super().__init__()
-        self._means = means
+        self._backend = backend
         self._device = device
-        self._waiter = ReceiveWaiter(means)
-        self._giving_up: threading.Timer | None = None
+        self._waiter = ReceiveWaiter(backend)
+        self._give_up_timer: threading.Timer | None = None
 
     @abstractmethod
     def _start(self, token: int, size: int, header: Any) -> tuple[Work, Tensor]:
-        """Begin to receive; returns what to wait for, and the memory (uint8) that has the bytes then.
+        """Start to receive a message; return its operation, and the memory (uint8) that holds the bytes afterwards.
 
         Raises:
-            TransferError: they will not come.
-            RuntimeError: likewise.
+            TransferError, RuntimeError: the bytes will not arrive.
             OSError: there is no memory for them.
         """
 
     @abstractmethod
     def _tensors_in(self, memory: Tensor, layout: Layout) -> list[Tensor]:
-        """Those that lie in memory that has arrived, each with a storage of its own."""
+        """Return the tensors in memory that has arrived, each with a storage of its own."""
 
     def accept(self, token: int, buffers: Sequence[Any]) -> "PendingMemory | TransferError | None":
         (size,) = SIZE.unpack_from(buffers[0])
@@ -153,7 +163,7 @@ class AsyncReceiver(TransportReceiver):
         except TransferError as error:
             return error
         except RuntimeError as error:
-            return TransferError(f"{self._means}: {error}")
+            return TransferError(f"{self._backend}: {error}")
         except OSError as error:
             return TransferError(f"the receiver cannot take a message of {size} bytes: {error}")
 
@@ -166,27 +176,27 @@ class AsyncReceiver(TransportReceiver):
 
     def drop(self, parcel: "PendingMemory | TransferError | None", then: Callable[[], None]) -> None:
         if isinstance(parcel, Future):
-            parcel.add_done_callback(lambda _: then())  # the sender's memory is used until then
+            parcel.add_done_callback(lambda _: then())  # the sender must not reuse its memory before that
         else:
             then()
 
     def when_received(self, call: Callable[[], None]) -> None:
-        """Once what was accepted so far has come; `call` must not block."""
+        """Call `call` once all accepted messages have arrived; `call` must not block."""
         self._waiter.then(call)
 
     def end(self, reason: str) -> None:
-        """What was sent before an orderly end still comes; what a link that was cut has kept does not."""
-        patience_s = _LAST_BYTES_S["near" if is_loopback(self.address) else "far"]
-        self._giving_up = threading.Timer(patience_s, self._give_up, (reason,))
-        self._giving_up.name, self._giving_up.daemon = f"give up {self._means}", True
+        """Give up after a while: bytes sent before an orderly end still arrive, those on a link that was cut do not."""
+        timeout_s = _LAST_BYTES_S["loopback" if is_loopback(self.address) else "network"]
+        self._give_up_timer = threading.Timer(timeout_s, self._give_up, (reason,))
+        self._give_up_timer.name, self._give_up_timer.daemon = f"give up {self._backend}", True
         try:
-            self._giving_up.start()
-        except RuntimeError:  # out of threads: who waits for a message must not wait for ever
+            self._give_up_timer.start()
+        except RuntimeError:  # out of threads: a pending receive must not wait for ever
             self._give_up(reason)
 
     def close(self, reason: str) -> None:
-        if self._giving_up is not None:
-            self._giving_up.cancel()
+        if self._give_up_timer is not None:
+            self._give_up_timer.cancel()
         self._give_up(reason)
 
     def _give_up(self, reason: str) -> None:

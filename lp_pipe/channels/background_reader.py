@@ -1,4 +1,7 @@
-"""Reads what arrives on channels while their owners compute; who waits for a value reads it himself, without a hop."""
+"""A thread that reads channels' connections while their owners compute.
+
+A thread that waits for a value reads the connection itself, without a hop between threads.
+"""
 
 import contextlib
 import os
@@ -8,52 +11,54 @@ from collections.abc import Callable
 
 from lp_pipe.connections import PulledConnection
 
-# With ONESHOT even so: epoll tells of a hang-up in any case, and while a forked child has the socket it would for ever.
+# ONESHOT is set even without events: epoll reports hang-ups in any case, and would do so for ever while a forked child
+# has the socket.
 _HAS_EPOLL = hasattr(select, "epoll")
 _PAUSED = select.EPOLLONESHOT if _HAS_EPOLL else 0
-# What fits into the system's buffers may wait there: a thread that is woken for it takes the core from who computes.
+# Smaller amounts may wait in the system's buffers: a thread that wakes up for them takes a core from the computation.
 _WORTH_WAKING_BYTES = 1 << 18
 _ARMED = select.EPOLLIN | select.EPOLLRDHUP | _PAUSED if _HAS_EPOLL else 0
 
 
 class WatchedConnection:
-    """To one connection. on_read: called when the attendant has read, and leaves the reading to others."""
+    """A connection that the background reader reads while its owner does not.
 
-    def __init__(
-        self, attendant: "BackgroundReader", connection: PulledConnection, on_read: Callable[[], object]
-    ) -> None:
+    on_read: called when the background reader has read, and another thread may read.
+    """
+
+    def __init__(self, reader: "BackgroundReader", connection: PulledConnection, on_read: Callable[[], object]) -> None:
         self.connection = connection
         self.descriptor = connection.fileno()
         self.on_read = on_read
-        self._attendant = attendant
+        self._reader = reader
 
     def pause(self) -> None:
-        """The owner reads now, as the one thread that does."""
-        self._attendant.set(self, _PAUSED)
+        """Leave the reading to the owner, which is the one thread that reads now."""
+        self._reader.set(self, _PAUSED)
         self.connection.be_ready_at(1)
 
     def resume(self) -> None:
-        """The owner has something else to do."""
+        """Let the background reader read: the owner does something else."""
         self.connection.be_ready_at(_WORTH_WAKING_BYTES)
-        self._attendant.set(self, _ARMED)
+        self._reader.set(self, _ARMED)
 
     def leave(self) -> None:
-        """By the one thread that reads: as `resume`, and others may read."""
-        self.connection.be_ready_at(_WORTH_WAKING_BYTES)  # not later: who reads next is to wake at the first byte
+        """Stop reading, as the one thread that reads; other threads may read now, also the background reader."""
+        self.connection.be_ready_at(_WORTH_WAKING_BYTES)  # first: the next reader must wake at the first byte
         self.connection.done_reading()
-        self._attendant.set(self, _ARMED)
+        self._reader.set(self, _ARMED)
 
     def end(self) -> None:
-        """The owner has closed it."""
-        self._attendant.forget(self)
+        """Forget the connection, which its owner has closed."""
+        self._reader.forget(self)
 
 
 class BackgroundReader:
-    """One thread per process, for all connections that were given to it."""
+    """The background thread of a process, which reads all connections given to `watch`."""
 
     def __init__(self) -> None:
         self._reset()
-        os.register_at_fork(after_in_child=self._reset)  # the child has no such thread, and must not use its epoll
+        os.register_at_fork(after_in_child=self._reset)  # a child lacks the thread, and must not use this epoll
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
@@ -61,15 +66,15 @@ class BackgroundReader:
         self._watched: dict[int, WatchedConnection] = {}
 
     def watch(self, connection: PulledConnection, on_read: Callable[[], object]) -> WatchedConnection:
-        """From now on, until it ends, read what arrives there whenever no other thread does."""
+        """Read what arrives on the connection, until it ends, whenever no other thread does."""
         watched = WatchedConnection(self, connection, on_read)
         with self._lock:
             if watched.descriptor < 0:
-                return watched  # it has ended already
+                return watched  # the connection has ended already
             if self._epoll is None:
                 epoll = select.epoll()
                 threading.Thread(target=self._run, args=(epoll,), name="watch channels", daemon=True).start()
-                self._epoll = epoll  # not before somebody waits there: the system may have no more threads
+                self._epoll = epoll  # set only once a thread waits on it: starting one may fail
             self._watched[watched.descriptor] = watched
             self._epoll.register(watched.descriptor, _PAUSED)
         watched.resume()
@@ -85,7 +90,7 @@ class BackgroundReader:
                     self._epoll.modify(watched.descriptor, events)
 
     def forget(self, watched: WatchedConnection) -> None:
-        """The kernel does so when the descriptor is closed; another connection may have it by now."""
+        """Forget the connection. The kernel forgets its descriptor, which may be another connection's by now."""
         with self._lock:
             if self._watched.get(watched.descriptor) is watched:
                 del self._watched[watched.descriptor]
@@ -94,13 +99,13 @@ class BackgroundReader:
         while True:
             for descriptor, _ in epoll.poll():
                 watched = self._watched.get(descriptor)
-                if watched is not None and watched.connection.try_reading():  # else its reader resumes
+                if watched is not None and watched.connection.try_reading():  # else its reader resumes the watch
                     self._read(watched)
 
     def _read(self, watched: WatchedConnection) -> None:
         try:
             if watched.connection.is_ready():
-                with contextlib.suppress(Exception):  # it has ended the connection, and is its reason
+                with contextlib.suppress(Exception):  # it has ended the connection, as its reason
                     watched.connection.read()
         finally:
             watched.leave()

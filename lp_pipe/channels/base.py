@@ -1,4 +1,7 @@
-"""The way of the tensors' bytes from a sender to its receiver: the only part of a channel that has several forms."""
+"""The base classes of transports, which carry the tensors' bytes from a sender to its receiver.
+
+Credits, order, closing and failures are the same for all channels. Only the transport has several forms.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,81 +17,85 @@ Notify = Callable[[bytes], None]
 
 
 class TransferError(LpPipeError):
-    """The bytes will not come, or cannot go: the other end is gone, or this one is closing."""
+    """The bytes cannot be sent, or will not arrive: the other end is gone, or this one is closing."""
 
 
 class NoRoomError(LpPipeError, OSError):
-    """There are no descriptors, or no memory, for this message. Nothing of it was written: others may follow."""
+    """A shortage of descriptors or memory for one message. Nothing of it was sent, and others may follow."""
 
 
 class TransportEnd:
-    """What a transport's two halves have in common: they may exchange notes over the channel's connection.
+    """An end of a transport. Both ends may send each other notes over the channel's connection.
 
-    All are called by the connection's thread, or by whoever closes, and must not block for long.
+    The connection's thread calls all methods, or the thread that closes the channel. They must not block for long.
 
-    address: of this host, where a transport that makes connections of its own listens. has_tokens: whether each message
-    has one, which comes back when it was received; else several are told at once.
+    address: of this host, where a transport listens that makes connections of its own.
+    has_tokens: whether each message has a token that comes back when it was received; else several credits come back at
+        once, without tokens.
     """
 
     address = LOOPBACK
     has_tokens = True
 
     def begin(self, notify: Notify) -> None:
-        """Both ends are there; `notify` sends a note to the other half, which may come before its own `begin`.
+        """Start: both ends are there. `notify` sends a note to the other end, which may get it before its own `begin`.
 
         `notify` raises Unavailable once the connection is closed.
         """
 
     def on_note(self, note: bytes) -> None:
-        """What the other half has said."""
+        """Handle a note of the other end."""
 
     def close(self, reason: str) -> None:
-        """This end is closed: whoever waits in here raises TransferError, and nothing is kept. Idempotent."""
+        """Release threads that wait in here with a TransferError, and everything that is kept. Idempotent."""
 
 
 class TransportSender(TransportEnd, ABC):
-    """The sender's half. `write` is called by one thread at a time, `release` by the connection's thread."""
+    """The sending end. One thread at a time calls `write`, the connection's thread calls `release`."""
 
     @abstractmethod
     def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
-        """Hand the tensors over; returns what goes with the message: a token, and the frame's buffers.
+        """Send the tensors' bytes; return what goes into the message: a token, and the frame's buffers.
 
-        layout: the same object as the last time when nothing has changed.
-        credits: at most so many tokens are out at a time.
+        layout: the same object as for the previous message if nothing has changed.
+        credits: the number of tokens that are in use at most.
 
         Raises:
             TransferError: the channel was closed meanwhile.
-            NoRoomError: this message cannot go; all is as it was before.
+            NoRoomError: this message cannot be sent; nothing has changed.
         """
 
     def release(self, token: int) -> None:
-        """The message was received, or dropped; not said where both ends have a queue."""
+        """Free what the message used: it was received or dropped. Not called with a shared-memory queue."""
 
     def finish(self) -> None:
-        """Before an orderly closing: what was written still goes, unless the receiver takes too long."""
+        """Wait before an orderly closing until the receiver has the bytes, unless it takes too long."""
 
 
 class TransportReceiver(TransportEnd, ABC):
-    """The receiver's half."""
+    """The receiving end."""
 
     @abstractmethod
     def accept(self, token: int, buffers: Sequence[Any]) -> Any:
-        """Take what came with a message, without touching the bytes; returns the parcel for `read`.
+        """Take what came with a message, without touching the bytes; return the payload for `read`.
 
-        Called for every message, in order, by the connection's thread, which must not be held up.
+        The connection's thread calls this for every message, in order, and must not be held up.
         """
 
     @abstractmethod
     def read(self, layout: Layout, parcel: Any) -> list[Tensor]:
-        """The tensors, owned by the caller.
+        """Return the tensors, which are the caller's own.
 
         Raises:
-            TransferError: their bytes do not come.
+            TransferError: their bytes will not arrive.
         """
 
     def end(self, reason: str) -> None:
-        """The sender is gone: no more notes will come; what it has sent may still be read."""
+        """Note that the sender is gone: no more notes will arrive. Messages that it has sent may still be read."""
 
     def drop(self, parcel: Any, then: Callable[[], None]) -> None:
-        """Nobody will read it; `then` is called, by any thread, once its credit may go back. Does not block."""
+        """Drop a message that will not be read. Must not block.
+
+        then: called by any thread once the message's credit may go back.
+        """
         then()

@@ -1,4 +1,4 @@
-"""Memory for received tensors, used again once nobody holds it: fresh pages cost ten times the copy into them."""
+"""A pool of memory for tensors: fresh pages cost ten times the copy into them."""
 
 import mmap
 import sys
@@ -12,17 +12,14 @@ from lp_pipe.channels.packing import TensorSpec, empty_tensor, tensor_over
 from lp_pipe.connections.memory import fresh_memory
 from lp_pipe.connections.resource_limits import describe_error
 
-_LARGE_BYTES = 1 << 20  # below, malloc itself recycles
+_LARGE_BYTES = 1 << 20  # malloc itself reuses smaller ones
 _IDLE_REFERENCES = 3  # the list of blocks, the loop's variable, and getrefcount's argument
 
 
 class BufferPool:
-    """Makes empty tensors; those that are large use memory of earlier ones that are gone, views and all.
+    """Makes empty tensors; large ones reuse the memory of earlier ones that are gone, with all their views.
 
     It keeps as much memory as its tensors once needed at the same time, until other sizes are asked for.
-
-    Raises:
-        NoRoomError: by `empty`.
     """
 
     def __init__(self) -> None:
@@ -30,11 +27,16 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def empty(self, spec: TensorSpec) -> Tensor:
+        """Return an empty tensor.
+
+        Raises:
+            NoRoomError: there is no memory for it.
+        """
         size = spec.size_bytes
         if size < _LARGE_BYTES:
             return empty_tensor(spec)
         with self._lock:
-            # The tensor's storage refers to the block as long as any tensor uses it; that is how we see it is idle.
+            # The tensor's storage refers to the block as long as any tensor uses it, which shows whether it is idle.
             return tensor_over(torch.frombuffer(self._idle_block(size), dtype=torch.uint8), 0, spec)
 
     def _idle_block(self, size: int) -> mmap.mmap:
@@ -45,12 +47,10 @@ class BufferPool:
                 return block
             if not is_idle:
                 in_use.append(block)
-        # Blocks that are idle but do not fit belong to shapes that are not sent any more.
+        # Idle blocks of other sizes belong to shapes that are not sent any more.
         self._blocks = in_use
         try:
             self._blocks.append(fresh_memory(size))
         except OSError as error:
-            raise NoRoomError(
-                error.errno, f"there is no more room for {size} bytes: {describe_error(error)}"
-            ) from error
+            raise NoRoomError(error.errno, f"cannot allocate {size} bytes: {describe_error(error)}") from error
         return self._blocks[-1]

@@ -1,4 +1,4 @@
-"""A torch.distributed store that needs no server: two ranks tell each other its entries over their channel."""
+"""A torch.distributed store without a server: two ranks send each other its entries over their channel."""
 
 import pickle
 import threading
@@ -9,11 +9,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lp_pipe.channels.base import Notify
 
 CONNECT_PATIENCE_S = 30.0
-LIMIT = timedelta(minutes=30)  # torch's own; a dead peer is noticed at once, by the channel's connection
+LIMIT = timedelta(minutes=30)  # torch's default; the channel's connection notices a dead peer at once
 
 
 class ChannelStore(Store):
-    """What gloo's two ends say to each other before they are connected, as notes of the channel."""
+    """The entries that the ranks need before they are connected. They travel as notes of the channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class ChannelStore(Store):
         return self._entries[key]
 
     def known(self, key: str) -> bytes:
-        """What the entry is, if it is there yet."""
+        """Return the entry without waiting; b"" if it is not there yet."""
         return self._entries.get(key, b"")
 
     def wait(self, keys: list[str], timeout: timedelta = LIMIT) -> None:
@@ -55,7 +55,7 @@ class ChannelStore(Store):
             wanted = set(keys)
             self._changed.wait_for(lambda: self._closed_reason or wanted <= self._entries.keys(), CONNECT_PATIENCE_S)
             if not wanted <= self._entries.keys():
-                raise RuntimeError(self._closed_reason or f"the other end said nothing for {CONNECT_PATIENCE_S} s")
+                raise RuntimeError(self._closed_reason or f"the other end sent nothing for {CONNECT_PATIENCE_S} s")
 
     def has_extended_api(self) -> bool:
         return False

@@ -1,15 +1,15 @@
-"""Transport on one host between GPUs that can read each other's memory; what is on the host passes as in ring.py.
+"""A transport on one host between GPUs that can read each other's memory. CPU tensors pass through shared memory.
 
     sender                                              receiver
-      copies into a slot on its own GPU ── its number ──►  the host waits for the slot's event, by asking
-      the slot is free              ◄───── credit ──────   its stream copies; the stage asks for that, and waits
+      copies into a slot on its own GPU ── its number ──►  the host polls the slot's event
+      the slot is free              ◄───── credit ──────   its stream copies; the stage waits for the copy
 
-A slot is memory and an event, whose handles of CUDA's IPC are sent once, as torch.multiprocessing makes them: to open
-and to close them takes long, and torch would open an event for each message and keep it. The receiver's stream never
-waits for the event: that of a sender that was killed may never come, and nothing ends such a wait.
+A slot is memory and an event. Their handles of CUDA's IPC are sent once, made as by torch.multiprocessing: opening and
+closing them takes long, and torch would open an event for each message and keep it. The receiver's stream never waits
+for the event: if the sender was killed, it may never come, and nothing ends such a wait.
 
-Where the receiver cannot read the sender's memory (it has no GPU, sees another one, is the same process), which it says
-when the channel opens, all passes through the host.
+All tensors pass through the host if the receiver cannot read the sender's memory, which it says when the channel opens:
+it has no GPU, sees another one, or is the same process.
 """
 
 import json
@@ -31,13 +31,17 @@ from lp_pipe.channels.mixed import MixedReceiver, MixedSender
 from lp_pipe.channels.packing import CPU, Layout, tensor_over
 from lp_pipe.channels.ring import RingReceiver, RingSender
 
-# Of torch's rebuild_cuda_tensor: the GPU's number, which the receiver may count otherwise; whether its stream waits.
+# Arguments of torch's rebuild_cuda_tensor: the GPU's number, which may differ at the receiver, and whether its stream
+# waits.
 _DEVICE_ARGUMENT, _WAITS_ARGUMENT = 6, -1
 
 
 @dataclass
 class _Slot:
-    """The sender's; `memory` grows with the messages. handles: of this memory; b"" when the receiver has them."""
+    """A slot of the sender.
+
+    memory: grows with the messages. handles: of this memory; b"" once the receiver has them.
+    """
 
     number: int
     memory: Tensor
@@ -46,21 +50,24 @@ class _Slot:
 
 
 class _OpenSlot(NamedTuple):
-    """The receiver's view of a slot."""
+    """A slot as the receiver has opened it."""
 
     memory: Tensor
     event: Any
 
 
 class IpcSender(TransportSender):
-    """Tokens count the messages. can_send: whether this receiver can be reached so; known before the first credit."""
+    """The sending end. Tokens number the messages.
+
+    can_send: whether the receiver can read this GPU's memory; known before the first credit.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._next = 0
         self._slots: list[_Slot] = []
         self._free: list[_Slot] = []
-        self._used: dict[int, _Slot] = {}  # the receiver copies them until their credits are back
+        self._used: dict[int, _Slot] = {}  # the receiver reads them until their credits are back
         self.can_send = False
 
     def on_note(self, note: bytes) -> None:
@@ -73,7 +80,7 @@ class IpcSender(TransportSender):
         if not size:
             return token, [SIZE.pack(0)]
         with torch.cuda.device(self._device):
-            slot = self._taken(size)
+            slot = self._take_slot(size)
             for offset, spec, tensor in zip(layout.offsets, layout.tensor_specs, tensors, strict=False):
                 tensor_over(slot.memory, offset, spec).copy_(tensor)
             slot.event.record()
@@ -91,10 +98,10 @@ class IpcSender(TransportSender):
         for slots in (self._slots, self._free, self._used):
             slots.clear()
         if had_slots:
-            torch.cuda.ipc_collect()  # else a file of torch's stays in /dev/shm when the process ends
+            torch.cuda.ipc_collect()  # otherwise a file of torch stays in /dev/shm when the process ends
 
-    def _taken(self, size: int) -> _Slot:
-        """One that nobody uses, and large enough."""
+    def _take_slot(self, size: int) -> _Slot:
+        """Return a free slot that is large enough."""
         if self._free:
             slot = self._free.pop()
         else:
@@ -115,7 +122,10 @@ class IpcSender(TransportSender):
 
 
 class IpcReceiver(AsyncReceiver):
-    """device: the CPU where this end has no GPU; then nothing comes this way."""
+    """The receiving end.
+
+    device: the CPU if this end has no GPU; then nothing arrives this way.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__("CUDA IPC", device)
@@ -129,11 +139,11 @@ class IpcReceiver(AsyncReceiver):
 
     def _start(self, token: int, size: int, header: Any) -> "tuple[_CopyWork, Tensor]":
         number, handles = pickle.loads(bytes(header)[SIZE.size :])
-        # The memory is the stream's own. And torch waits for the current stream when it closes a slot's memory.
+        # The memory belongs to this stream. And torch waits for the current stream when it closes a slot's memory.
         with torch.cuda.stream(self._stream):
             if handles:
                 self._opened.pop(number, None)
-                self._opened[number] = _opened(handles)
+                self._opened[number] = _open_slot(handles)
             slot = self._opened.get(number)
             if slot is None:
                 raise TransferError("the sender's memory could not be opened, or this end is closed")
@@ -144,14 +154,14 @@ class IpcReceiver(AsyncReceiver):
         return gpu.tensors_in(memory, layout)
 
     def when_received(self, call: Any) -> None:
-        def let_go_first() -> None:
-            self._let_go()
+        def close_slots_first() -> None:
+            self._close_slots()
             call()
 
-        super().when_received(let_go_first)
+        super().when_received(close_slots_first)
 
-    def _let_go(self) -> None:
-        """No more will come: the sender has its memory back."""
+    def _close_slots(self) -> None:
+        """Close the sender's slots: no more messages arrive, and the sender has its memory back."""
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
                 self._opened.clear()
@@ -159,10 +169,10 @@ class IpcReceiver(AsyncReceiver):
     def _give_up(self, reason: str) -> None:
         self._ended = reason
         super()._give_up(reason)
-        self._let_go()
+        self._close_slots()
 
 
-def _opened(handles: bytes) -> _OpenSlot:
+def _open_slot(handles: bytes) -> _OpenSlot:
     name, arguments, event = pickle.loads(handles)
     source = gpu.index_of(name)
     arguments[_DEVICE_ARGUMENT], arguments[_WAITS_ARGUMENT] = source, False
@@ -171,7 +181,7 @@ def _opened(handles: bytes) -> _OpenSlot:
 
 
 class _CopyWork:
-    """A copy of the sender's memory; made by the thread that waits for it, for it waits for the sender first."""
+    """A copy of the sender's memory; the thread that waits for it starts it, once the sender's event has come."""
 
     def __init__(self, slot: _OpenSlot, memory: Tensor, stream: Any, failure: gpu.Failure) -> None:
         self._slot: _OpenSlot | None = slot
@@ -181,7 +191,7 @@ class _CopyWork:
 
     def wait(self, timeout: timedelta, /) -> None:
         slot, self._slot = self._slot, None
-        assert slot is not None, "it is waited for once"
+        assert slot is not None, "an operation is waited for once"
         gpu.wait_for(slot.event, self._failure, timeout)
         with torch.cuda.stream(self._stream):
             self._memory.copy_(slot.memory[: len(self._memory)], non_blocking=True)

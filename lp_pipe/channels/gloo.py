@@ -1,12 +1,12 @@
 """gloo between a channel's two ranks, for CPU tensors.
 
     sender (rank 0)                                     receiver (rank 1)
-      address, a secret word, its sockets ── notes ───►
-                               ◄─────── notes ────────  address, a secret word, its sockets
-      its word                 ◄─────── gloo ────────►  its word
+      address, a secret, its sockets ── notes ────────►
+                               ◄─────── notes ────────  address, a secret, its sockets
+      its secret               ◄─────── gloo ────────►  its secret
 
-gloo's own connection is plain, and its listener takes whoever comes first, so each end shows by its word that it is
-the one that the notes came from. Who can read or change what passes on the network is not kept out by that.
+gloo's own connection is not encrypted, and its listener accepts the first connection. So each end proves by its secret
+that it is the one that sent the notes. This does not keep out an attacker who can read or change the network's traffic.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from lp_pipe.channels.rank_transport import RECEIVER, TAGS, RankBackend, RankRec
 from lp_pipe.connections.resource_limits import check_descriptors
 from lp_pipe.private_torch import gloo_group
 
-_ABORT_TAG, _WORD_TAG = TAGS, TAGS + 1
+_ABORT_TAG, _SECRET_TAG = TAGS, TAGS + 1
 _AT_ONCE = timedelta(milliseconds=1)
-_WORD_BYTES = 32
-# Those for a pair, and for others that are connecting: where gloo's thread finds none for who connects, the process
-# ends.
+_SECRET_BYTES = 32
+# For a pair of ranks, and for strangers that connect: if gloo's thread finds no descriptor for one of these, it ends
+# the process.
 _DESCRIPTORS = 64
 
 _Group: Any = dist.ProcessGroupGloo if dist.is_available() else None  # torch's types lack its send and recv
@@ -43,17 +43,18 @@ class GlooBackend(RankBackend):
 
     def __init__(self) -> None:
         if not (dist.is_available() and dist.is_gloo_available()):
-            raise ValueError("channel kind 'gloo': this torch was built without it; use 'auto'")
+            raise ValueError("channel kind 'gloo': this torch was built without gloo; use channel='auto'")
         self._memory = BufferPool()
 
     def connect(self, store: ChannelStore, rank: int, address: str, patience: timedelta) -> Any:
-        word = secrets.token_bytes(_WORD_BYTES)
+        secret = secrets.token_bytes(_SECRET_BYTES)
         store.set(f"address/{rank}", address)
-        store.set(f"word/{rank}", word)
+        store.set(f"secret/{rank}", secret)
         check_descriptors(_DESCRIPTORS)
         group = gloo_group(_Group, store, rank, address, patience)
-        if not hmac.compare_digest(_shown(group, word, 1 - rank, patience), store.get(f"word/{1 - rank}")):
-            raise TransferError(f"somebody else has connected to the port of gloo at {address}")
+        shown = _exchange_secrets(group, secret, 1 - rank, patience)
+        if not hmac.compare_digest(shown, store.get(f"secret/{1 - rank}")):
+            raise TransferError(f"a stranger has connected to gloo's port at {address}")
         return group
 
     def empty(self, size: int) -> Tensor:
@@ -63,23 +64,23 @@ class GlooBackend(RankBackend):
         return separate_tensors(memory, layout)
 
     def give_up(self, group: Any) -> None:
-        """gloo itself notices."""
+        """Do nothing: gloo notices it by itself."""
 
     def close(self, group: Any, rank: int) -> None:
-        """gloo closes the connection of a pair when one wait has timed out."""
+        """Let a wait time out: gloo then closes the connection of the pair."""
         if rank != RECEIVER:
             return
         with contextlib.suppress(RuntimeError):
             group.recv([torch.empty(1, device="cpu")], 1 - rank, _ABORT_TAG).wait(_AT_ONCE)
 
 
-def _shown(group: Any, word: bytes, other: int, patience: timedelta) -> bytes:
-    """The other end's word, for this one's."""
-    shown = torch.zeros(_WORD_BYTES, dtype=torch.uint8, device="cpu")
-    own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
-    for work in (group.recv([shown], other, _WORD_TAG), group.send([own], other, _WORD_TAG)):
+def _exchange_secrets(group: Any, secret: bytes, other: int, patience: timedelta) -> bytes:
+    """Send this end's secret, return the other end's."""
+    received = torch.zeros(_SECRET_BYTES, dtype=torch.uint8, device="cpu")
+    own = torch.frombuffer(bytearray(secret), dtype=torch.uint8)
+    for work in (group.recv([received], other, _SECRET_TAG), group.send([own], other, _SECRET_TAG)):
         work.wait(patience)
-    return bytes(shown.tolist())
+    return bytes(received.tolist())
 
 
 class GlooSender(RankSender):

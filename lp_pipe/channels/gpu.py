@@ -1,4 +1,4 @@
-"""What channels need of GPUs: their names, what their streams are doing, tensors in one piece of their memory."""
+"""Helpers for GPUs: their names, waits for their streams, tensors in one block of their memory."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def check(kind: str, device: torch.device) -> None:
     """Refuse an end that has no GPU.
 
     Raises:
-        ValueError: says why not.
+        ValueError: says why.
     """
     if device.type != "cuda":
         raise ValueError(
@@ -31,12 +31,12 @@ def check(kind: str, device: torch.device) -> None:
 
 
 def name_of(device: torch.device | int) -> str:
-    """The same in all processes, whichever GPUs they see."""
+    """Return the GPU's name, the same in all processes, whichever GPUs they see."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def index_of(name: str) -> int:
-    """The number that the GPU has in this process.
+    """Return the GPU's number in this process.
 
     Raises:
         RuntimeError: this process does not see it.
@@ -48,30 +48,30 @@ def index_of(name: str) -> int:
 
 
 def reachable_from(device: torch.device) -> list[str]:
-    """The names of the GPUs whose memory this one can read; its own is one of them."""
+    """Return the names of the GPUs whose memory this GPU can read, which include its own."""
     own = device.index
     others = range(torch.cuda.device_count())
     return [name_of(index) for index in others if index == own or torch.cuda.can_device_access_peer(own, index)]
 
 
 def memory_on(device: torch.device, size: int) -> Tensor:
-    """Memory of the current stream."""
+    """Return memory of the current stream."""
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def tensors_in(memory: Tensor, layout: Layout) -> list[Tensor]:
-    """Those that lie in `memory`, which is complete; each with a storage of its own, for the current stream."""
-    memory.record_stream(torch.cuda.current_stream(memory.device))  # it comes from another one's, and goes back there
-    places = zip(layout.offsets, layout.tensor_specs, strict=False)  # offsets ends with the size
+    """Return the tensors in `memory`, which has arrived, each with a storage of its own, for the current stream."""
+    memory.record_stream(torch.cuda.current_stream(memory.device))  # it belongs to another stream, which gets it back
+    places = zip(layout.offsets, layout.tensor_specs, strict=False)  # the last offset is the size
     with torch.inference_mode(False):
         found = [tensor_over(memory, offset, spec) for offset, spec in places]
         return found if len(found) == 1 else [tensor.clone() for tensor in found]
 
 
 def wait_for(event: Any, failure: Failure, timeout: timedelta) -> None:
-    """Until it has come: looks, and sleeps ever longer in between, because a wait in the driver could not be ended.
+    """Poll an event until it has come, with growing sleeps: a wait in the driver could not be ended.
 
-    failure: says why it will not come, or was not done rightly; asked again and again.
+    failure: returns the reason if the event will not come or its work failed; called again and again.
 
     Raises:
         RuntimeError: it failed, or the time has passed.
@@ -80,7 +80,7 @@ def wait_for(event: Any, failure: Failure, timeout: timedelta) -> None:
     while not event.query():
         _check(failure)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the GPU was not done within {timeout.total_seconds():g} s")
+            raise RuntimeError(f"the GPU did not finish within {timeout.total_seconds():g} s")
         time.sleep(delay_s)
         delay_s = min(2 * delay_s, _LONGEST_S)
     _check(failure)
@@ -93,7 +93,7 @@ def _check(failure: Failure) -> None:
 
 
 class QueuedGpuWork:
-    """What a stream has been given to do by now, to be awaited as a Work of torch.distributed is."""
+    """The work that a stream has been given so far, to be waited for like torch.distributed's Work."""
 
     def __init__(self, stream: torch.cuda.Stream, failure: Failure) -> None:
         self._event: Any = torch.cuda.Event()

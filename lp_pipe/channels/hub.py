@@ -1,4 +1,4 @@
-"""Where a process's channels arrive: one listener, a connection for each channel."""
+"""The receiving side of a process's channels: one listener, and a connection for each channel."""
 
 import threading
 
@@ -15,7 +15,7 @@ from lp_pipe.errors import ChannelClosed
 
 
 class ChannelHub:
-    """Brings senders and receivers together by the channel's name, whichever comes first.
+    """Matches senders and receivers by the channel's name, whichever comes first.
 
     name: this node's label, for messages ("stages/1").
     """
@@ -31,27 +31,25 @@ class ChannelHub:
         self.endpoint = self._listener.endpoint
 
     def receiver(self, channel: str, credits: int = 4, *, device: torch.device = CPU) -> Receiver:
-        """Make the channel's receiving end; at most `credits` values are on their way at a time.
+        """Make the channel's receiving end; at most `credits` values are in flight.
 
-        A sender that has none left goes on when one is back, or, of four and more, half of them.
+        A sender without credits goes on when one is back, or half of them if there are four or more.
 
-        device: where tensors are to be that the sender has on a GPU, if they can get there without the host.
+        device: where tensors go that the sender has on a GPU, if they can get there without the host.
 
         Raises:
-            ValueError: the channel has an open receiver already.
+            ValueError: the channel has an open receiver already, or credits is below 1.
             ChannelClosed: the hub is closed.
         """
         if credits < 1:
-            raise ValueError(
-                f"channel {channel!r} of {self.name}: credits={credits}: nothing could be sent; use 1 or more"
-            )
+            raise ValueError(f"channel {channel!r} of {self.name}: credits must be at least 1, got {credits}")
         receiver = Receiver(channel, credits, device)
         with self._lock:
             if self._closed_reason is not None:
                 raise ChannelClosed(f"channel {channel!r} of {self.name}: {self._closed_reason}")
             existing = self._receivers.get(channel)
             if existing is not None and existing.is_open:
-                raise ValueError(f"channel {channel!r} of {self.name} has a receiver already; close it first")
+                raise ValueError(f"channel {channel!r} of {self.name} already has a receiver: close it first")
             self._forget_closed()
             self._receivers[channel] = receiver
             incoming = self._waiting.pop(channel, None)
@@ -73,34 +71,34 @@ class ChannelHub:
             incoming.connection.close(reason)
 
     def _forget_closed(self) -> None:
-        """They keep their senders' memory, and a stage that joins its neighbours again has new names each time."""
+        """Forget closed receivers, which keep their senders' memory: stages that join again use new names."""
         self._receivers = {channel: receiver for channel, receiver in self._receivers.items() if receiver.is_open}
 
     def _opened(self, incoming: "_IncomingSender") -> None:
-        """A sender has said which channel it is for."""
+        """Match a sender that has named its channel with the receiver, or keep it."""
         channel = incoming.opening.channel
         with self._lock:
             receiver = self._unmatched.pop(channel, None)
             refusal = self._closed_reason
             if receiver is None and refusal is None:
-                refusal = self._let_wait(incoming)
+                refusal = self._keep(incoming)
         if refusal is not None:
             incoming.connection.close(refusal)
         elif receiver is not None:
             incoming.attach(receiver)
 
-    def _let_wait(self, incoming: "_IncomingSender") -> str | None:
-        """Keep it for a receiver to come; returns why not."""
+    def _keep(self, incoming: "_IncomingSender") -> str | None:
+        """Keep a sender until its receiver is made; return the reason if it cannot be kept."""
         channel = incoming.opening.channel
         existing, waiting = self._receivers.get(channel), self._waiting.get(channel)
         if (existing is not None and existing.is_open) or (waiting is not None and waiting.is_open):
-            return f"channel {channel!r} of {self.name} has a sender already"
+            return f"channel {channel!r} of {self.name} already has a sender"
         self._waiting[channel] = incoming
         return None
 
 
 class _IncomingSender:
-    """A sender's connection, before and after its receiver is there."""
+    """A sender's connection, before and after its receiver is made."""
 
     opening: Opening
 
@@ -133,7 +131,7 @@ class _IncomingSender:
             address = rank_addresses.receiver_address(self._hub.endpoint, self.opening.address)
             transport = registry.make_transport_receiver(self.opening.kind, address, receiver.device)
         except OSError as error:
-            self._refuse(receiver, f"{self._hub.name} has no way to its sender at {self.opening.address}: {error}")
+            self._refuse(receiver, f"{self._hub.name} cannot reach its sender at {self.opening.address}: {error}")
             return
         except ValueError as error:
             self._refuse(receiver, f"{self._hub.name}: {error}")
@@ -145,22 +143,20 @@ class _IncomingSender:
             self._refuse(receiver, f"{self._hub.name}: {describe_rejection(error)}")
             return
         if self.connection.closed_reason is not None:
-            receiver._on_close(self.connection.closed_reason)  # it closed while nobody was attached
+            receiver._on_close(self.connection.closed_reason)  # it closed before the receiver was attached
 
     def _refuse(self, receiver: Receiver, reason: str) -> None:
         self.connection.close(reason)
         receiver._on_close(reason)
 
     def _read_until_attached(self, connection: PulledConnection) -> None:
-        """The receiver reads from then on, unless the tensors themselves come through the socket."""
+        """Read until the receiver takes over, or to the end if it does not read this connection itself."""
         while self.is_open and (self._receiver is None or not self._kind.is_read_by_owner(connection)):
             if connection.wait(None):
                 connection.read()
         try:
             if self.is_open and self._receiver is not None and self._kind.is_streamed:
-                self._receiver._read_in_background(
-                    connection
-                )  # as long as it is read here, nobody gives the descriptor back
+                self._receiver._read_in_background(connection)  # reading here keeps the descriptor open
         finally:
             connection.done_reading()
             if self._receiver is not None:

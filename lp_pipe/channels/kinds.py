@@ -15,17 +15,17 @@ def is_shm_supported() -> bool:
 
 
 class ChannelKind:
-    """What one kind of channel can do. The transports that move its bytes are in registry.py.
+    """The traits of one kind of channel. The transports that move its bytes are in registry.py.
 
     name: as in `channel=`, and in a sender's opening message.
     crosses_hosts: whether sender and receiver may be on two hosts.
     is_encrypted: False if a reader of the network's traffic can read the tensors.
     carries_gpu: whether a GPU's tensors can be sent as they are.
     is_streamed: whether the tensors themselves go through the channel's connection.
-    is_sent_by_thread: whether a thread of the channel sends what the system has no room for. That takes as long as the
-        bytes travel. Beside shared memory the connection carries layouts only, and those are large only if there are
-        thousands of tensors, or large values that are not tensors; but two stages that sent such layouts to each other
-        would deadlock.
+    is_sent_by_thread: whether a thread of the channel sends what the system has no room for. That takes as long as
+        the bytes travel. Beside shared memory the connection carries layouts only, and those are large only if there
+        are thousands of tensors, or large values that are not tensors; but two stages that sent such layouts to each
+        other would deadlock.
     has_shm_queue: whether both ends can tell each other of messages through shared memory (shm_queue.py).
     """
 
@@ -75,7 +75,7 @@ class Shm(ChannelKind):
 
 
 class CudaIpc(ChannelKind):
-    """What "shm" becomes for tensors on a GPU: the receiver copies from the sender's GPU memory."""
+    """The kind that "shm" becomes for tensors on a GPU: the receiver copies from the sender's GPU memory."""
 
     name = "cuda_ipc"
     crosses_hosts = False

@@ -1,7 +1,7 @@
 """The few functions of NCCL that a channel needs, from the library that torch has loaded.
 
-Not torch.distributed's process group: its watchdog ends the whole process when a peer dies, and its first `send` waits
-for the other end's `recv`, which here only begins when the header of the message has come.
+torch.distributed's process group does not do: its watchdog ends the whole process when a peer dies, and its first
+`send` waits for the other end's `recv`, which here begins only when the message's header has arrived.
 """
 
 import ctypes
@@ -32,10 +32,10 @@ _ARGUMENTS: dict[str, list[Any]] = {
 
 @functools.cache
 def _library() -> Any:
-    """Loaded once.
+    """Load the library, once.
 
     Raises:
-        OSError: it is not there, or lacks a function.
+        OSError: it is missing, or lacks a function.
     """
     library = ctypes.CDLL(LIBRARY)
     try:
@@ -49,7 +49,7 @@ def _library() -> Any:
 
 
 def why_missing() -> str | None:
-    """Why NCCL cannot be used; None: it can."""
+    """Return why NCCL cannot be used; None if it can."""
     try:
         _library()
     except OSError as error:
@@ -58,14 +58,14 @@ def why_missing() -> str | None:
 
 
 def new_id() -> bytes:
-    """What both ranks are made with."""
+    """Return a new id, with which both ranks are made."""
     unique = _UniqueId()
     _check(_library().ncclGetUniqueId(ctypes.byref(unique)))
     return bytes(unique)
 
 
 def init(unique_id: bytes, rank: int) -> Any:
-    """A communicator of two, on the current GPU; waits for the other rank.
+    """Make a communicator of two on the current GPU; wait for the other rank.
 
     Raises:
         RuntimeError: says why not.
@@ -77,7 +77,7 @@ def init(unique_id: bytes, rank: int) -> Any:
 
 
 def send(communicator: Any, address: int, size: int, peer: int, stream: int) -> None:
-    """Queue it on a stream.
+    """Queue a send on a stream.
 
     Raises:
         RuntimeError: says why not.
@@ -86,7 +86,7 @@ def send(communicator: Any, address: int, size: int, peer: int, stream: int) -> 
 
 
 def recv(communicator: Any, address: int, size: int, peer: int, stream: int) -> None:
-    """Queue it on a stream.
+    """Queue a receive on a stream.
 
     Raises:
         RuntimeError: says why not.
@@ -95,14 +95,14 @@ def recv(communicator: Any, address: int, size: int, peer: int, stream: int) -> 
 
 
 def failure(communicator: Any) -> str | None:
-    """What went wrong since, without anybody waiting for it."""
+    """Return the error of what was queued so far; None if there is none. Does not wait."""
     found = ctypes.c_int()
     _check(_library().ncclCommGetAsyncError(communicator, ctypes.byref(found)))
     return _text(found.value) if found.value else None
 
 
 def abort(communicator: Any) -> None:
-    """End what is queued, and free everything; may wait for the other rank."""
+    """Abort what is queued, and free everything; may wait for the other rank."""
     _library().ncclCommAbort(communicator)
 
 
@@ -112,4 +112,4 @@ def _check(result: int) -> None:
 
 
 def _text(result: int) -> str:
-    return f"{_library().ncclGetErrorString(result).decode()} (NCCL_DEBUG=WARN says more)"
+    return f"{_library().ncclGetErrorString(result).decode()} (set NCCL_DEBUG=WARN for details)"

@@ -1,8 +1,8 @@
-"""What a channel's two ends say to each other, as frames of one connection.
+"""The messages between a channel's two ends, as frames of one connection.
 
     sender                                   receiver
       open: channel, kind, sender's name,
-            whether it can use a queue,
+            whether it supports a queue,
             where its rank listens        ──►
                                           ◄──  open: number of credits, where the queue is
       data: tag, layout if it is new, token,
@@ -10,9 +10,9 @@
                                           ◄──  credit: token
       note: the transport's own          ◄──►  note: the transport's own
 
-With a queue (shm_queue.py) there are no frames for credits, and data comes as frames only where it has a new layout or
-buffers; the queue says when, so that it keeps its place among the others.
-Either end closes the connection with its reason; the connection's end is also how it learns that the other died.
+With a shared-memory queue (shm_queue.py) there are no frames for credits, and data frames only for messages with a new
+layout or buffers; the queue has an entry for these, which keeps their place among the others.
+Either end closes the connection with a reason. The connection's end also tells it that the other end died.
 """
 
 import json
@@ -24,8 +24,8 @@ from lp_pipe.connections import Frame, frames
 
 _TAG = struct.Struct("<q")
 
-NUDGE = Frame(frames.CHANNEL_NOTE)  # wakes who waits for what is on the queue; transports with a queue have no notes
-AS_FRAME = -1  # on a queue, in place of a token: the message comes as a frame
+WAKE_UP = Frame(frames.CHANNEL_NOTE)  # wakes the end that waits for the queue, whose transports have no notes
+AS_FRAME = -1  # in the queue, in place of a token: the message comes as a frame
 
 
 class Opening(NamedTuple):
@@ -33,7 +33,7 @@ class Opening(NamedTuple):
     kind: str
     sender: str
     has_queue: bool
-    address: str  # where the sender's rank listens, if it makes one
+    address: str  # where the sender's rank listens, for transports with ranks
 
     def frame(self) -> Frame:
         body = json.dumps([self.kind, self.sender, self.has_queue, self.address]).encode()
@@ -45,16 +45,20 @@ class Opening(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """Operations up to `tag` are given up."""
+    """The order to give up the operations up to `tag`."""
 
     tag: int
     reason: str
 
 
 def data_frame(tag: int, layout: bytes, token: int, buffers: Sequence[Any]) -> Frame:
-    """layout: empty when it is the previous message's."""
+    """Return the frame of a message.
+
+    layout: b"" if it is the previous message's.
+    """
     return Frame(frames.CHANNEL_DATA, token, body=_TAG.pack(tag) + layout, buffers=buffers)
 
 
 def tag_and_layout(frame: Frame) -> tuple[int, bytes]:
+    """Return what `data_frame` was given."""
     return _TAG.unpack_from(frame.body)[0], bytes(frame.body[_TAG.size :])

@@ -1,11 +1,11 @@
-"""Transport for values that are partly on the host and partly on a GPU: two transports, one for each part.
+"""A transport for values that are partly on the host and partly on a GPU: two transports, one for each part.
 
     sender                                            receiver
       header: both parts' tokens and buffers    ──►  both parts begin to receive
       finish? (a note, before it closes)        ──►
-                                                ◄──  finished: the GPU's part of all is here
+                                                ◄──  finished: all GPU parts have arrived
 
-Closing waits for that, because a GPU's part may need the sender's process until it has arrived.
+Closing waits for that, because a GPU part may need the sender's process until it has arrived.
 """
 
 import struct
@@ -22,13 +22,16 @@ from lp_pipe.channels.base import NoRoomError, Notify, TransferError, TransportR
 from lp_pipe.channels.packing import CPU, Layout
 from lp_pipe.errors import Unavailable
 
-_HEADER = struct.Struct("<QQB?")  # the host's token, the GPU's, how many buffers are the GPU's, is all on the host
-_FINISH, _FINISHED = b"finish", b"finished"  # other notes are of the GPU's transport
+_HEADER = struct.Struct("<QQB?")  # the host's token, the GPU's, the number of GPU buffers, whether all is on the host
+_FINISH, _FINISHED = b"finish", b"finished"  # all other notes are the GPU transport's
 _CLOSE_PATIENCE_S = 2.0
 
 
 class MixedSender(TransportSender):
-    """can_send: whether the GPU's transport reaches this receiver; if not, all goes by the host."""
+    """The sending end.
+
+    can_send: whether the GPU's transport reaches this receiver; otherwise all tensors go through the host.
+    """
 
     def __init__(
         self, host: TransportSender, gpu: TransportSender, can_send: Callable[[], bool] = lambda: True
@@ -58,7 +61,7 @@ class MixedSender(TransportSender):
         of_host, of_gpu = layout.parts
         is_all_on_host = bool(of_gpu.specs) and not self._can_send()
         if is_all_on_host:
-            of_host, of_gpu = layout, of_host.parts[1]  # which is empty
+            of_host, of_gpu = layout, of_host.parts[1]  # an empty one
             on_host, on_gpu = [tensor.cpu() for tensor in tensors], []
         else:
             on_host = [tensor for spec, tensor in zip(specs, tensors, strict=True) if not spec.is_on_gpu]
@@ -66,7 +69,7 @@ class MixedSender(TransportSender):
         gpu_token, gpu_buffers = self._gpu.write(of_gpu, on_gpu, credits)
         try:
             host_token, host_buffers = self._host.write(of_host, on_host, credits)
-        except NoRoomError as error:  # the GPU's part is on its way
+        except NoRoomError as error:  # the GPU's part is already on its way
             raise TransferError(str(error)) from error
         token = self._next
         self._next += 1
@@ -84,7 +87,7 @@ class MixedSender(TransportSender):
         if not self._has_sent or self._notify is None:
             return
         self._gpu.finish()
-        with suppress(Unavailable):  # then nobody waits for it
+        with suppress(Unavailable):  # then the receiver waits for nothing
             self._notify(_FINISH)
             self._finished.wait(_CLOSE_PATIENCE_S)
 
@@ -102,7 +105,10 @@ class _Parcel(NamedTuple):
 
 
 class MixedReceiver(TransportReceiver):
-    """device: where the GPU's part is to be."""
+    """The receiving end.
+
+    device: where the GPU's part goes.
+    """
 
     def __init__(self, host: TransportReceiver, gpu: AsyncReceiver, device: torch.device = CPU) -> None:
         self._host = host
@@ -117,7 +123,7 @@ class MixedReceiver(TransportReceiver):
 
     def on_note(self, note: bytes) -> None:
         if note == _FINISH:
-            self._gpu.when_received(self._say_that_all_are_here)
+            self._gpu.when_received(self._send_finished)
         else:
             self._gpu.on_note(note)
 
@@ -146,7 +152,7 @@ class MixedReceiver(TransportReceiver):
         self._host.close(reason)
         self._gpu.close(reason)
 
-    def _say_that_all_are_here(self) -> None:
+    def _send_finished(self) -> None:
         assert self._notify is not None
-        with suppress(Unavailable):  # the sender has not waited
+        with suppress(Unavailable):  # the sender does not wait any more
             self._notify(_FINISHED)

@@ -1,4 +1,4 @@
-"""A value as a layout and its tensors: the layout is all but the tensors' bytes, and rarely changes."""
+"""A value as a layout and its tensors. The layout is everything but the tensors' bytes, and rarely changes."""
 
 import itertools
 import math
@@ -23,8 +23,7 @@ from lp_pipe.rpc.tensor_memory import offset_in_line
 CPU = torch.device("cpu")
 _ALIGNMENT_BYTES = layout_of_memory.LINE_BYTES
 
-# Leaves that no two values can tell apart: the same objects do for all. Equal ones are the same on the wire, too, which
-# 0.0 and -0.0 are not.
+# Immutable leaves, which values may share. Equal ones are equal on the wire, too, unlike 0.0 and -0.0.
 CONSTANTS = frozenset({bool, int, str, type(None)})
 
 
@@ -34,7 +33,7 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    is_on_gpu: bool = False  # of which one is each end's own affair
+    is_on_gpu: bool = False  # on which GPU is each end's own choice
 
     @property
     def size_bytes(self) -> int:
@@ -42,13 +41,13 @@ class TensorSpec(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """How a tensor that was sliced or expanded lay in memory, where the bytes that travel are dense.
+    """The place in memory of a tensor that was sliced or expanded; the bytes that travel are dense.
 
-    Kernels sum in another order over another layout, so the receiver restores it: `stride` with its gaps (None: dense),
+    Kernels sum in another order over another layout. So the receiver restores it: `stride` with its gaps (None: dense),
     then `shape`, to which dimensions of size 1 are expanded without copies.
 
-    offset: of the first element in its cache line, in elements. is_conj, is_neg: it is conjugated or negated on reading
-    only, as for a product that conjugates on its way.
+    offset: of the first element in its cache line, in elements.
+    is_conj, is_neg: the tensor is conjugated or negated only when it is read, as the operand of a product is.
     """
 
     stride: tuple[int, ...] | None
@@ -60,11 +59,12 @@ class Geometry(NamedTuple):
 
 @dataclass
 class Layout:
-    """`specs` has an entry per leaf, None where the leaf is not a tensor; those leaves are pickled in `others`.
+    """All of a value but its tensors' bytes.
 
-    `geometries` has an entry per tensor, None where the dense tensor is already as it was.
-    `structure` is pickled where containers keep values of their own beside their leaves: those may change in place, or
-    be equal and yet not the same (1 and True).
+    specs: an entry per leaf, None if the leaf is not a tensor; those leaves are pickled in `others`.
+    geometries: an entry per tensor, None if the dense tensor is as the sender's was.
+    structure: pickled if containers keep values of their own beside their leaves. Those may change in place, or be
+        equal and yet differ (1 and True).
     """
 
     structure: pytree.TreeSpec | bytes
@@ -78,13 +78,13 @@ class Layout:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Where each tensor begins when all lie in one piece of memory; the last entry is that memory's size."""
+        """Offsets of the tensors in one block of memory; the last entry is the block's size."""
         sizes = (-(-spec.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for spec in self.tensor_specs)
         return list(itertools.accumulate(sizes, initial=0))
 
     @cached_property
     def parts(self) -> "tuple[Layout, Layout]":
-        """Of the tensors only: those of the host, those of the GPU."""
+        """The layouts of the host's tensors and of the GPU's, without other leaves."""
         of_host = tuple(spec for spec in self.tensor_specs if not spec.is_on_gpu)
         of_gpu = tuple(spec for spec in self.tensor_specs if spec.is_on_gpu)
         return Layout(self.structure, of_host, (), b""), Layout(self.structure, of_gpu, (), b"")
@@ -95,7 +95,7 @@ class Layout:
 
     @cached_property
     def assemble(self) -> Callable[[Sequence[Tensor]], Any]:
-        """Make a value of its tensors; the other leaves are made anew each time, so that no two values share them."""
+        """The function that makes a value of its tensors, and makes other leaves anew: no two values share them."""
         others = self._new_others()
         if isinstance(self.structure, bytes) or any(type(leaf) not in CONSTANTS for leaf in others):
             return self._assemble_anew
@@ -122,12 +122,12 @@ class Layout:
 
 
 def pack(value: Any, *, carries_gpu: bool = True) -> tuple[Layout, list[Tensor]]:
-    """Take `value` apart; the tensors are detached and share its memory.
+    """Split a value into its layout and its tensors, which are detached and share the value's memory.
 
-    carries_gpu: whether tensors of a GPU are taken.
+    carries_gpu: whether a GPU's tensors are accepted.
 
     Raises:
-        ValueError: a tensor that a channel cannot carry.
+        ValueError: a tensor that a channel cannot send.
     """
     leaves, treedef = pytree.tree_flatten(value)
     tensors: list[Tensor] = []
@@ -150,26 +150,26 @@ def pack(value: Any, *, carries_gpu: bool = True) -> tuple[Layout, list[Tensor]]
 
 
 def unpack(layout: Layout, tensors: Sequence[Tensor]) -> Any:
-    """Undo `pack`; no two values share anything that could change."""
+    """Make a value of its layout and tensors. No two values share anything that could change."""
     if layout.has_geometries:
         tensors = [_restored(tensor, geometry) for tensor, geometry in zip(tensors, layout.geometries, strict=True)]
     return layout.assemble(tensors)
 
 
 def copied(value: Any) -> Any:
-    """What a receiver would get: the same tensors in memory of their own."""
+    """Return the value as a receiver would get it: the same tensors in memory of their own."""
     layout, tensors = pack(value)
     return unpack(layout, copies(layout, tensors))
 
 
 def copies(layout: Layout, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Dense copies of the tensors that `pack` took out of a value."""
+    """Return dense copies of the tensors that `pack` returned."""
     pairs = zip(layout.tensor_specs, tensors, strict=True)
     return [empty_tensor(spec, tensor.device).copy_(tensor) for spec, tensor in pairs]
 
 
 def tensor_over(memory: Tensor, offset_bytes: int, spec: TensorSpec) -> Tensor:
-    """The tensor that lies at `offset_bytes` of `memory` (uint8); no view for autograd, unlike as_strided's."""
+    """Return the tensor at `offset_bytes` of `memory` (uint8). Unlike as_strided's it is no view for autograd."""
     offset = offset_bytes // spec.dtype.itemsize
     return torch.empty(0, dtype=spec.dtype, device=memory.device).set_(
         memory.untyped_storage(), offset, spec.shape, spec.stride
@@ -177,9 +177,9 @@ def tensor_over(memory: Tensor, offset_bytes: int, spec: TensorSpec) -> Tensor:
 
 
 def separate_tensors(memory: Tensor, layout: Layout) -> list[Tensor]:
-    """The tensors that lie in `memory` (uint8, kept as long as any of them is used), each with a storage of its own.
+    """Return the tensors in `memory` (uint8, kept as long as any of them is used), each with a storage of its own.
 
-    In one storage they would look as if they shared memory; whoever saves one of them would save all.
+    In one storage they would look as if they shared memory, and saving one of them would save all.
     """
     buffer = memoryview(memory.numpy())  # type: ignore[arg-type]  # numpy's stubs have no Buffer in 3.11
     places = zip(layout.offsets, layout.tensor_specs, strict=False)
@@ -202,18 +202,18 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def _spec_of(tensor: Tensor) -> TensorSpec:
-    # The strides go along because kernels may sum in another order for another memory format (channels_last).
+    # The strides are sent because kernels may sum in another order for another memory format (channels_last).
     dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
     return TensorSpec(tensor.dtype, tensor.shape, dense.stride(), is_on_gpu(tensor))
 
 
 def _as_it_lies(tensor: Tensor) -> Tensor:
-    """What is in memory, without what is done to it on reading."""
+    """Return the tensor in memory, without the conjugation or negation that is applied when it is read."""
     return _read_otherwise(tensor, is_conj=tensor.is_conj(), is_neg=tensor.is_neg())
 
 
 def _read_otherwise(tensor: Tensor, *, is_conj: bool, is_neg: bool) -> Tensor:
-    """The same memory, conjugated or negated on reading; or no longer, if it was."""
+    """Return a view that is conjugated or negated on reading, or not any more if the tensor was."""
     tensor = tensor.conj() if is_conj else tensor
     return negative_view(tensor) if is_neg else tensor
 
@@ -233,11 +233,11 @@ def _restored(tensor: Tensor, geometry: Geometry | None) -> Tensor:
     if geometry.stride is not None or geometry.offset:
         tensor = layout_of_memory.copy_with_layout(tensor, geometry.stride or tensor.stride(), geometry.offset)
     tensor = _read_otherwise(tensor.expand(geometry.shape), is_conj=geometry.is_conj, is_neg=geometry.is_neg)
-    return tensor.detach()  # layers may write in place, which a view does not allow
+    return tensor.detach()  # layers may write to it in place, which a view forbids
 
 
 def _is_plain(treedef: pytree.TreeSpec) -> bool:
-    """Whether there is nothing but leaves, tuples, lists, namedtuples, and dicts with names for keys."""
+    """Return whether the structure is only tuples, lists, namedtuples, and dicts with string keys."""
     if treedef.is_leaf():
         return True
     context = treedef.context
@@ -247,7 +247,7 @@ def _is_plain(treedef: pytree.TreeSpec) -> bool:
 
 
 def _portable(treedef: pytree.TreeSpec) -> Any:
-    """Without torch's class for leaves, which warns when it is unpickled."""
+    """Return the structure without torch's class for leaves, which warns when it is unpickled."""
     if treedef.is_leaf():
         return None
     return treedef.type, treedef.context, [_portable(child) for child in treedef.children()]
@@ -261,15 +261,16 @@ def _treedef_of(portable: Any) -> pytree.TreeSpec:
 
 
 def _dumps(value: Any) -> bytes:
-    """What codec.loads undoes; unlike codec.dumps, plain pickle wherever that does."""
+    """Return bytes for codec.loads; unlike codec.dumps this uses plain pickle where possible."""
     body, buffers = codec.encode(value)
     return pickle.dumps((body, [bytes(buffer) for buffer in buffers]), protocol=5)
 
 
 class Packer:
-    """`packing.pack` for the values of one channel; a value like the one before gets the very same Layout.
+    """`pack` for the values of one channel. Most values are like the one before, and get the very same Layout.
 
-    Alike: the same tuples and lists, with the same constants and tensors of the same strides in the same places.
+    Values are alike if they have the same tuples and lists, with the same constants, and tensors of the same strides in
+    the same places.
     """
 
     def __init__(self, *, carries_gpu: bool = False) -> None:
@@ -278,10 +279,10 @@ class Packer:
         self._layout: Layout | None = None
 
     def pack(self, value: Any) -> tuple[Layout, list[Tensor]]:
-        """As `packing.pack`.
+        """Split a value like the function `pack`.
 
         Raises:
-            ValueError: a tensor that a channel cannot carry.
+            ValueError: a tensor that a channel cannot send.
         """
         tensors: list[Tensor] = []
         pattern = self._pattern_of(value, tensors)
@@ -290,15 +291,15 @@ class Packer:
         layout, tensors = packing.pack(value, carries_gpu=self._carries_gpu)
         if layout != self._layout:
             self._layout = layout
-        # With a geometry the tensors that travel are not those of the value.
+        # With a geometry, other tensors travel than those of the value.
         self._pattern = None if layout.has_geometries else pattern
         assert self._layout is not None
         return self._layout, tensors
 
     def _pattern_of(self, value: Any, tensors: list[Tensor]) -> tuple[Any, ...] | None:
-        """All that a value's layout depends on; its tensors are added to the list. None: something unusual is in it.
+        """Return all that a value's layout depends on, and add its tensors to the list; None for unusual values.
 
-        Whether channels carry such tensors at all is seen when a pattern is new.
+        Whether channels can send the tensors is checked when a pattern is new.
         """
         kind = type(value)
         if kind is Tensor:

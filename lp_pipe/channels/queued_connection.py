@@ -1,4 +1,4 @@
-"""A connection whose frames are sent by a thread of its own, so that a stage computes while its values travel."""
+"""A connection whose frames a thread of its own sends, so that a stage computes while its values travel."""
 
 import threading
 from queue import SimpleQueue
@@ -8,13 +8,14 @@ from lp_pipe.connections.base import OnClose, OnFrame
 from lp_pipe.errors import Unavailable
 
 _CLOSE_PATIENCE_S = 2.0
-_AT_ONCE_BYTES = 1 << 19  # to encrypt so much takes as long as to wake the thread a few times
+_AT_ONCE_BYTES = 1 << 19  # encrypting so much takes as long as waking the thread a few times
 
 
 class QueuedConnection(Connection):
-    """Around a connection. The sender's credits bound what waits here; the buffers must not change until then.
+    """Wraps a connection, and queues frames that the system has no room for.
 
-    What the system has room for goes at once, where the connection can tell: only the rest is the thread's.
+    The sender's credits bound the queue. The buffers of a frame must not change until it is sent. Frames for which the
+    system has room are sent at once, if the connection can tell.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -22,7 +23,7 @@ class QueuedConnection(Connection):
         self.inner = connection
         self._queue: SimpleQueue[Frame | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._waiting = 0  # in the queue, and being sent
+        self._waiting = 0  # frames in the queue and being sent
         self._thread: threading.Thread | None = None
 
     def start(self, on_frame: OnFrame, on_close: OnClose) -> None:
@@ -30,7 +31,7 @@ class QueuedConnection(Connection):
         self.inner.start(on_frame, self._on_end)
 
     def attach(self, on_frame: OnFrame, on_close: OnClose) -> None:
-        """In place of `start`, of a PulledConnection."""
+        """Start to use a PulledConnection, in place of `start`."""
         assert isinstance(self.inner, PulledConnection)
         self._attach(on_close)
         self.inner.attach(on_frame, self._on_end)
@@ -47,7 +48,7 @@ class QueuedConnection(Connection):
                 if self.inner.can_begin_sending and size <= _AT_ONCE_BYTES:
                     if self.inner.begin_sending(frame):
                         return
-                    frame = _REST
+                    frame = _UNFINISHED
             self._waiting += 1
             self._queue.put(frame)
             if self._thread is None:
@@ -55,14 +56,14 @@ class QueuedConnection(Connection):
                 self._thread.start()
 
     def close(self, reason: str = "closed") -> None:
-        """What was sent before still goes, unless the peer takes too long to read it."""
+        """Close after the frames in the queue have been sent, unless the peer takes too long to read them."""
         self._mark_closed(reason)
         self._queue.put(None)
         if self._thread is not None and threading.current_thread() is not self._thread:
-            self._wait_while_it_goes_on(self._thread)
+            self._wait_while_it_progresses(self._thread)
         self.inner.close(reason)
 
-    def _wait_while_it_goes_on(self, thread: threading.Thread) -> None:
+    def _wait_while_it_progresses(self, thread: threading.Thread) -> None:
         seen: tuple[int, int] | None = None
         while thread.is_alive() and (now := (self._waiting, self.inner.sent_bytes)) != seen:
             seen = now
@@ -75,23 +76,23 @@ class QueuedConnection(Connection):
     def _send_all(self) -> None:
         while (frame := self._queue.get()) is not None:
             try:
-                if frame is _REST:
+                if frame is _UNFINISHED:
                     self.inner.finish_sending()
                 else:
                     self.inner.send(frame)
-            except Unavailable as error:  # who has closed it says why, and does so first if it can
+            except Unavailable as error:  # the end that closed it has the reason, and reports it first if it can
                 if not isinstance(self.inner, PulledConnection) or self.inner.read_alone(0):
                     self.inner.close(str(error))
-                return  # else another thread reads, and comes to the end
-            except BaseException as error:  # too many buffers, no memory: the receiver cannot know what is missing
+                return  # otherwise another thread reads, and will reach the end
+            except BaseException as error:  # too many buffers, no memory: the receiver lacks a frame
                 self.inner.close(f"the sender failed to send: {type(error).__name__}: {error}")
                 return
-            del frame  # its memory is used again
+            del frame  # frees its memory for reuse
             with self._lock:
                 self._waiting -= 1
 
 
-_REST = Frame(0)
+_UNFINISHED = Frame(0)  # in the queue, in place of a frame that begin_sending has begun to send
 
 
 def _size_of(frame: Frame) -> int:

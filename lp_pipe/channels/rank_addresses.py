@@ -1,7 +1,7 @@
-"""Where ranks that a channel makes for itself listen: at one address, of the network by which the ends know each other.
+"""The addresses at which the ranks of a channel listen: one of the network by which both ends reach each other.
 
-That is the loopback between processes of one host. Between hosts it is the address by which a node's servers are
-reached in its run (`--interface`), and outside of a run the one from which the other end is reached.
+Between processes of one host that is the loopback. Between hosts it is the address of the node's servers in its run
+(`--interface`), and outside of a run the one from which the other end is reached.
 """
 
 from lp_pipe.connections import run_endpoints, tcp_endpoint
@@ -9,10 +9,10 @@ from lp_pipe.connections.routes import LOOPBACK, is_loopback, local_address_towa
 
 
 def sender_address(endpoint: str) -> str:
-    """Of this host, for a sender to the hub at `endpoint`.
+    """Return this host's address for a sender to the hub at `endpoint`.
 
     Raises:
-        OSError: there is no way to the hub's host.
+        OSError: there is no route to the hub's host.
     """
     run = ""
     if endpoint.startswith(run_endpoints.HOSTS):
@@ -26,10 +26,10 @@ def sender_address(endpoint: str) -> str:
 
 
 def receiver_address(endpoint: str, sender: str) -> str:
-    """Of this host, for the hub that listens at `endpoint`, whose sender listens at the address `sender`.
+    """Return this host's address for the hub at `endpoint`. sender: the address at which its sender listens.
 
     Raises:
-        OSError: there is no way to the sender's host.
+        OSError: there is no route to the sender's host.
     """
     if not sender or is_loopback(sender):
         return sender or LOOPBACK

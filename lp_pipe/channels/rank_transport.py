@@ -1,10 +1,15 @@
-"""Transport through a communicator of two ranks, whose backend is a parameter: gloo, or NCCL.
+"""A transport through a communicator of two ranks, which the channel makes for itself, with gloo or NCCL.
 
     sender (rank 0)                                     receiver (rank 1)
-      copies, starts to send   ── header: token, size ─►  has its connection's thread start to receive
-      the copy is free again   ◄─────── credit ───────  the stage asks for it, and waits for the bytes
+      what the backend needs to connect ── notes ─────►
+                               ◄─────── notes ────────  the same
+                               ◄─────── backend ──────►
+      copies, starts to send   ── header: token, size ─►  the connection's thread starts to receive
+      the copy is free again   ◄─────── credit ───────  the stage asks for the bytes, and waits for them
 
-The bytes travel while both stages compute, moved by the backend's own thread or stream.
+The bytes travel while both stages compute, moved by the backend's own thread or stream. The ranks find each other over
+the channel's own connection, which has mTLS between hosts: no other port and no store is needed. What the user does
+with torch.distributed is not touched.
 """
 
 import threading
@@ -31,9 +36,9 @@ TAGS = 1 << 30  # gloo's are 32 bits wide
 
 
 class RankBackend(ABC):
-    """What connects the ranks and moves the bytes; each end has its own.
+    """Connects the two ranks and moves the bytes. Each end has its own.
 
-    advice: for ends that cannot reach each other. device: where the memory is.
+    advice: what to do if the ends cannot reach each other. device: where the memory is.
     """
 
     name: str
@@ -42,36 +47,36 @@ class RankBackend(ABC):
 
     @abstractmethod
     def connect(self, store: ChannelStore, rank: int, address: str, patience: timedelta) -> Any:
-        """A group with `send` and `recv` as those of torch.distributed.ProcessGroup, whose works can be waited for.
+        """Return a group with `send` and `recv` like torch.distributed.ProcessGroup's.
 
         Raises:
-            RuntimeError, OSError: they cannot connect.
-            TransferError: likewise, and there is nothing to add.
+            RuntimeError, OSError: the ranks cannot connect.
+            TransferError: the same, with a complete message.
         """
 
     @abstractmethod
     def empty(self, size: int) -> Tensor:
-        """Memory for a message (uint8)."""
+        """Return memory for a message (uint8)."""
 
     @abstractmethod
     def tensors_in(self, memory: Tensor, layout: Layout) -> list[Tensor]:
-        """Those that lie in a message's memory, each with a storage of its own."""
+        """Return the tensors in a message's memory, each with a storage of its own."""
 
     def receiving(self) -> AbstractContextManager[Any]:
-        """Around `empty` and `recv` of a message that is received."""
+        """Return a context manager for `empty` and `recv` of a received message."""
         return nullcontext()
 
     @abstractmethod
     def give_up(self, group: Any) -> None:
-        """The sender is gone, and what has not come by now will not."""
+        """Abort what has not arrived by now: the sender is gone."""
 
     @abstractmethod
     def close(self, group: Any, rank: int) -> None:
-        """This end is closed: free whoever waits for a message."""
+        """Release the threads that wait for a message of this end, which is closed."""
 
 
 class RankEnd(TransportEnd):
-    """One end of the two ranks. The group is made by a thread, because that waits for the other end."""
+    """An end of the pair of ranks. A thread makes their group, because that waits for the other end."""
 
     def __init__(self, backend: RankBackend, rank: int) -> None:
         self.backend = backend
@@ -87,7 +92,7 @@ class RankEnd(TransportEnd):
     def on_note(self, note: bytes) -> None:
         self._store.learn(note)
         failure = self._store.known(f"failure/{1 - self._rank}").decode()
-        if failure:  # what this end waits for, here or in the backend, will not come
+        if failure:  # the group that this end waits for will not be made
             reason = f"the other end: {failure}"
             self._store.close(reason)
             self._fail(reason)
@@ -100,18 +105,18 @@ class RankEnd(TransportEnd):
         self._making = closed
 
     def group(self) -> Any:
-        """Waits until the ranks are connected; then has `send` and `recv`.
+        """Wait until the ranks are connected; return their group.
 
         Raises:
             TransferError: they cannot connect.
         """
         try:
-            return self._making.result(2 * CONNECT_PATIENCE_S)  # its making has limits of its own
+            return self._making.result(2 * CONNECT_PATIENCE_S)  # making it has time limits of its own
         except TimeoutError as error:
-            raise TransferError(self._explained(f"they did not within {2 * CONNECT_PATIENCE_S:g} s")) from error
+            raise TransferError(self._explained(f"no connection within {2 * CONNECT_PATIENCE_S:g} s")) from error
 
     def _fail(self, reason: str) -> None:
-        """Free who waits for the group, if it is not made yet: NCCL's making cannot be interrupted."""
+        """Fail the threads that wait for the group, if it is not made yet: NCCL cannot be interrupted meanwhile."""
         with suppress(InvalidStateError):
             self._making.set_exception(TransferError(reason))
 
@@ -146,7 +151,7 @@ _CLOSE_PATIENCE = timedelta(seconds=2)
 
 
 class RankSender(RankEnd, TransportSender):
-    """Tokens count the messages; each is sent as one piece, laid out as in shared memory."""
+    """The sending rank. Tokens number the messages. Each is sent as one block, laid out as in shared memory."""
 
     def __init__(self, backend: RankBackend) -> None:
         super().__init__(backend, SENDER)
@@ -169,11 +174,11 @@ class RankSender(RankEnd, TransportSender):
     def release(self, token: int) -> None:
         sending = self._sending.pop(token, None)
         if sending is not None:
-            arrives(sending[0], _CLOSE_PATIENCE)  # it has arrived, so this is a matter of microseconds
+            arrives(sending[0], _CLOSE_PATIENCE)  # the bytes have arrived, so this takes microseconds
 
     def finish(self) -> None:
         for token in list(self._sending):
-            sending = self._sending.pop(token, None)  # a work can be waited for once
+            sending = self._sending.pop(token, None)  # an operation can be waited for once
             if sending is not None and not arrives(sending[0], _CLOSE_PATIENCE):
                 return
 
@@ -223,7 +228,7 @@ def _is_made(making: "Future[Any]") -> bool:
 
 
 def arrives(work: Work, limit: timedelta = LIMIT) -> bool:
-    """Wait for it; False where it failed: then the channel's connection says why."""
+    """Wait for an operation; return False if it failed, for which the channel's connection has the reason."""
     try:
         work.wait(limit)
     except RuntimeError:

@@ -1,4 +1,7 @@
-"""How a channel's end waits: it reads its connection itself, which saves a hop between threads for every message."""
+"""A condition variable whose waiting thread reads the channel's connection itself.
+
+That saves a hop between threads for every message.
+"""
 
 import os
 import resource
@@ -11,22 +14,25 @@ from lp_pipe.channels.shm_queue import Doorbell
 from lp_pipe.connections import Connection, PulledConnection
 from lp_pipe.connections.kernel_calls import usable_cores
 
-# Whoever sleeps has to be woken, and finds its core cold: on a virtual machine, whose host gives an idle core away, a
-# stage that slept a moment before each action takes a tenth longer to compute.
-_LOOKING_S = 2e-2
-_MOST_SKIPPED = 192
+# How long a waiting thread spins before it sleeps. A thread that sleeps must be woken, and finds its core cold. On a
+# virtual machine, whose host gives idle cores away, a stage that sleeps shortly before each action computes a tenth
+# longer.
+_SPIN_S = 2e-2
+_MAX_SKIPPED = 192
 _PEER_PATIENCE_S = 1.0
-_SOON_S = 0.05  # within which the rest of a frame comes, as a rule
-_TAKEN_AWAY_S = 5e-5  # whoever had the core meanwhile needs it more
-_FOR_LONG_S = 5e-4  # and will need it again
-_WHOSE_SWITCHES = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+_SOON_S = 0.05  # the rest of a frame usually comes within this time
+_PREEMPTED_S = 5e-5  # another thread that had the core for so long needs it more
+_LONG_PREEMPTED_S = 5e-4  # and one that had it for so long will need it again
+_RUSAGE_WHO = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 
 class ReadingCondition:
-    """Like a condition's `wait_for`, for what arrives on a connection. `state` is the end's own condition.
+    """Waits like a condition for what arrives on a connection. `state` is the condition of the channel's end.
 
-    A connection that pushes (in one process, over gRPC), or that another thread reads, is only waited for.
-    doorbell: of this end, where there is a queue. watched: set while another thread reads for this end.
+    Some connections deliver frames by a thread of their own (in one process, over gRPC), or are read by another thread.
+    These are only waited for.
+
+    doorbell: of this end, if there is a shared-memory queue. watched: set while the background reader may read.
     """
 
     def __init__(self, state: threading.Condition) -> None:
@@ -37,15 +43,18 @@ class ReadingCondition:
         self._spinner = _Spinner()
 
     def attach(self, connection: Connection) -> None:
-        """From now on read this connection, if it can be read."""
+        """Read this connection from now on, if it can be read."""
         if isinstance(connection, PulledConnection):
             self._connection = connection
 
     def wait_for(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until it is so, or `timeout_s` has passed (False); called, and returns, with the state's lock held."""
+        """Wait until `is_so()`; return False if that takes longer than `timeout_s`.
+
+        Called, and returns, with the state's lock held.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            seen = self.doorbell.count() if self.doorbell is not None else 0  # before `is_so` looks at the queue
+            seen = self.doorbell.count() if self.doorbell is not None else 0  # before `is_so` reads the queue
             if is_so():
                 return True
             remaining = _until(deadline)
@@ -57,20 +66,20 @@ class ReadingCondition:
                     self._read(self._connection, seen, deadline)
                 finally:
                     self._state.acquire()
-                    self._state.notify_all()  # of those who wait another one may read
+                    self._state.notify_all()  # another waiting thread may read now
             else:
                 self._state.wait(remaining)
 
     def _has_come(self, is_so: Callable[[], bool]) -> bool:
-        """Without waiting; whoever gives no time at all has read nothing yet."""
+        """Return whether it is so, after reading what is there: a wait of no time has read nothing yet."""
         self._state.release()
         try:
-            self.look()
+            self.poll()
         finally:
             self._state.acquire()
         return is_so()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read what is there, without waiting; called without the lock."""
         connection = self._connection
         if connection is None or not connection.try_reading():
@@ -83,16 +92,19 @@ class ReadingCondition:
         finally:
             self._leave(connection)
             with self._state:
-                self._state.notify_all()  # who came to wait meanwhile found the reading taken
+                self._state.notify_all()  # threads that began to wait meanwhile could not read
 
     def wait_for_reason(self, reason: Callable[[], str | None]) -> str | None:
-        """Why the channel is closed, which who reads knows a moment after a transfer has failed; None: nobody says."""
+        """Return why the channel is closed; None if that is not known within a second.
+
+        The thread that reads learns the reason soon after a transfer has failed.
+        """
         with self._state:
             self._state.wait_for(lambda: reason() is not None, _PEER_PATIENCE_S)
             return reason()
 
     def wake(self) -> None:
-        """Let everybody who waits look again; called with the lock held."""
+        """Wake all waiting threads; called with the lock held."""
         self._state.notify_all()
         if self._connection is not None:
             self._connection.interrupt()
@@ -102,10 +114,10 @@ class ReadingCondition:
         if self.watched is not None:
             self.watched.pause()
         try:
-            if self._spinner.look(connection, doorbell, seen, deadline) or (
+            if self._spinner.spin(connection, doorbell, seen, deadline) or (
                 doorbell is not None and not doorbell.arm(seen)
             ):
-                return  # something is on the queue
+                return  # the queue has something
             try:
                 if connection.wait(_until(deadline)):
                     connection.read()
@@ -118,7 +130,7 @@ class ReadingCondition:
             self._leave(connection)
 
     def _leave(self, connection: PulledConnection) -> None:
-        """The one thread that reads does so no more."""
+        """Stop reading, as the one thread that reads."""
         if self.watched is not None:
             self.watched.leave()
         else:
@@ -126,10 +138,10 @@ class ReadingCondition:
 
 
 class _Spinner:
-    """Looks for a while whether something arrives, before its thread sleeps.
+    """Spins for a while before its thread sleeps, to see whether something arrives.
 
-    Where that is in vain (the peer computes for longer) it is done ever more rarely. Another thread that could run on
-    this very core gets it.
+    If that is in vain (the peer computes for longer), it spins ever more rarely. Another thread that could run on this
+    core gets it.
     """
 
     def __init__(self) -> None:
@@ -137,14 +149,17 @@ class _Spinner:
         self._misses = 0
         self._skipped = 0
 
-    def look(self, connection: PulledConnection, doorbell: Doorbell | None, seen: int, deadline: float | None) -> bool:
-        """Before a `wait`; True when the wait is over, because the doorbell's number is not `seen` any more."""
-        if not self._is_possible or self._skipped < min(self._misses * self._misses, _MOST_SKIPPED):
+    def spin(self, connection: PulledConnection, doorbell: Doorbell | None, seen: int, deadline: float | None) -> bool:
+        """Spin before a `wait`.
+
+        Return True if the wait is over because the doorbell's number is not `seen` any more.
+        """
+        if not self._is_possible or self._skipped < min(self._misses * self._misses, _MAX_SKIPPED):
             self._skipped += 1
             return False
         self._skipped = 0
         now = time.monotonic()
-        end, switches = now + _LOOKING_S, _switches()
+        end, switches = now + _SPIN_S, _switches()
         if deadline is not None:
             end = min(end, deadline)
         while True:
@@ -158,15 +173,15 @@ class _Spinner:
             if now >= end:
                 self._misses += 1
                 return False
-            if now - before > _TAKEN_AWAY_S and _switches() != switches:
-                self._misses += now - before > _FOR_LONG_S
+            if now - before > _PREEMPTED_S and _switches() != switches:
+                self._misses += now - before > _LONG_PREEMPTED_S
                 return False
             os.sched_yield()
 
 
 def _switches() -> int:
-    """How often another thread of this machine has got this one's core; what a hypervisor takes is not among them."""
-    return resource.getrusage(_WHOSE_SWITCHES).ru_nivcsw
+    """Return how often another thread has taken this thread's core; preemptions by a hypervisor do not count."""
+    return resource.getrusage(_RUSAGE_WHO).ru_nivcsw
 
 
 def _until(deadline: float | None) -> float | None:

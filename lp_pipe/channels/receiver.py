@@ -12,7 +12,7 @@ import torch
 
 from lp_pipe.channels import background_reader, packing
 from lp_pipe.channels.base import TransferError, TransportReceiver
-from lp_pipe.channels.messages import AS_FRAME, NUDGE, Abort, tag_and_layout
+from lp_pipe.channels.messages import AS_FRAME, WAKE_UP, Abort, tag_and_layout
 from lp_pipe.channels.reading_condition import ReadingCondition
 from lp_pipe.channels.shm_queue import MANY_CREDITS, ShmQueue
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
@@ -21,7 +21,7 @@ from lp_pipe.telemetry import waits
 
 
 class Receiver:
-    """Made by `ChannelHub.receiver`; any thread may use it."""
+    """A channel's receiving end, made by `ChannelHub.receiver`. Any thread may use it."""
 
     def __init__(self, channel: str, credits: int, device: torch.device = packing.CPU) -> None:
         self.channel = channel
@@ -31,8 +31,8 @@ class Receiver:
         self._connection: Connection | None = None
         self._transport: TransportReceiver | None = None
         self._queue: ShmQueue | None = None
-        self._unreturned = 0  # credits, where several go back at once
-        self._framed: deque[Frame] = deque()  # messages that the queue will say are next
+        self._unreturned = 0  # credits that will go back together
+        self._framed: deque[Frame] = deque()  # messages whose entries in the queue are still to come
         self._layout: _PackedLayout | None = None
         self._state = threading.Condition(threading.Lock())
         self._reading = ReadingCondition(self._state)
@@ -42,29 +42,29 @@ class Receiver:
         self._is_closed_here = False
 
     def receive(self, tag: int, timeout_s: float | None = None) -> Any:
-        """The next value with this tag; its tensors are the caller's own.
+        """Return the next value with this tag; its tensors are the caller's own.
 
         Messages with a lower tag, left over from an aborted operation, are dropped. Values that were sent before the
         sender closed or died are still received.
 
         Raises:
             ChannelClosed: the peer closed or died, or this operation was aborted.
-            TimeoutError: nothing came for `timeout_s`.
+            TimeoutError: nothing came within `timeout_s`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while (message := self._next(tag, deadline, timeout_s)).tag < tag:
+        while (message := self._next_message(tag, deadline, timeout_s)).tag < tag:
             self._drop(message)
         assert self._transport is not None
         try:
             layout = message.layout.value
             return packing.unpack(layout, self._transport.read(layout, message.parcel))
         except TransferError as error:
-            raise ChannelClosed(f"{self._label}: {self._broken(str(error))}") from error
+            raise ChannelClosed(f"{self._label}: {self._failure_reason(str(error))}") from error
         finally:
             self._return_credit(message.token)
 
     def abort(self, tag: int, reason: str) -> None:
-        """Let receives with this tag and lower ones raise ChannelClosed, also a blocked one; drop their messages."""
+        """Make receives with this tag and lower ones raise ChannelClosed, also a blocked one; drop their messages."""
         with self._state:
             if self._abort is None or tag >= self._abort.tag:
                 self._abort = Abort(tag, reason)
@@ -74,9 +74,9 @@ class Receiver:
         for message in dropped:
             self._drop(message)
 
-    def look(self) -> None:
-        """Take in what has arrived, without waiting: what belongs to an aborted operation gives its credits back."""
-        self._reading.look()
+    def poll(self) -> None:
+        """Read what has arrived, without waiting: messages of aborted operations give their credits back."""
+        self._reading.poll()
         with self._state:
             self._has_arrived()
 
@@ -100,14 +100,14 @@ class Receiver:
     def is_open(self) -> bool:
         return self._closed_reason is None
 
-    def _next(self, tag: int, deadline: float | None, timeout_s: float | None) -> "_Message":
-        """Wait for and take the oldest message, which has this tag or a lower one."""
+    def _next_message(self, tag: int, deadline: float | None, timeout_s: float | None) -> "_Message":
+        """Wait for the oldest message, which has this tag or a lower one, and remove it."""
         with self._state:
             if not self._has_arrived() or self._abort is not None:
                 remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
                 if not self._wait(tag, remaining):
                     raise TimeoutError(f"{self._label}: nothing with tag {tag} came within {timeout_s} s")
-                reason = self._end_of(tag)
+                reason = self._end_reason(tag)
                 if reason is not None:
                     raise ChannelClosed(f"{self._label}: {reason}")
             first = self._arrived[0].tag
@@ -115,20 +115,20 @@ class Receiver:
             return self._arrived.popleft()
 
     def _wait(self, tag: int, timeout_s: float | None) -> bool:
-        """Until there is a message or a reason why there will be none; False when the time has passed."""
-        if self._has_arrived() or self._end_of(tag) is not None:
+        """Wait for a message or a reason why there will be none; return False when the time has passed."""
+        if self._has_arrived() or self._end_reason(tag) is not None:
             return True
         what = f"channel {self.channel!r}, operation {tag}"
         with waits.waiting(waits.RECEIVE, self._waits_for, what, timeout_s is not None):
-            return self._reading.wait_for(lambda: self._has_arrived() or self._end_of(tag) is not None, timeout_s)
+            return self._reading.wait_for(lambda: self._has_arrived() or self._end_reason(tag) is not None, timeout_s)
 
     def _has_arrived(self) -> bool:
-        """Take in what is on the queue; whether there is a message. Called with the state's lock."""
+        """Read the shared-memory queue; return whether there is a message. Called with the state's lock."""
         queue = self._queue
         while queue is not None and (entry := queue.next()) is not None:
             tag, token = entry
             if token == AS_FRAME and not self._framed:
-                break  # then it can be read
+                break  # its frame is still to be read
             message = self._message_of(self._framed.popleft()) if token == AS_FRAME else self._message(tag, token)
             queue.advance()
             if self._is_wanted(message):
@@ -137,7 +137,7 @@ class Receiver:
                 self._drop(message)
         return bool(self._arrived)
 
-    def _end_of(self, tag: int) -> str | None:
+    def _end_reason(self, tag: int) -> str | None:
         if self._abort is not None and tag <= self._abort.tag:
             return self._abort.reason
         return None if self._arrived else self._closed_reason
@@ -149,7 +149,7 @@ class Receiver:
 
     def _drop(self, message: "_Message") -> None:
         assert self._transport is not None
-        token = message.token  # and not the message, which keeps the memory
+        token = message.token  # the closure must not keep the message, and so its memory
         self._transport.drop(message.parcel, lambda: self._return_credit(token))
 
     def _return_credit(self, token: int) -> None:
@@ -157,11 +157,11 @@ class Receiver:
         queue = self._queue
         if queue is not None and not queue.take():
             return
-        with contextlib.suppress(Unavailable):  # the sender has gone and needs no credit
+        with contextlib.suppress(Unavailable):  # the sender is gone and needs no credit
             if queue is None:
                 self._send_credit(token)
             else:
-                self._connection.send(NUDGE)
+                self._connection.send(WAKE_UP)
 
     def _send_credit(self, number: int) -> None:
         assert self._connection is not None and self._transport is not None
@@ -173,15 +173,15 @@ class Receiver:
                 number, self._unreturned = self._unreturned, 0
         self._connection.send(Frame(frames.CHANNEL_CREDIT, number))
 
-    def _broken(self, error: str) -> str:
-        """Why a transfer failed; the connection knows better."""
+    def _failure_reason(self, error: str) -> str:
+        """Return why a transfer failed, which the connection may know better."""
         reason = self._reading.wait_for_reason(lambda: self._closed_reason)
         if reason is None:
             self.close(error)
         return reason or error
 
     def _attach(self, connection: Connection, transport: TransportReceiver, peer: str, *, has_queue: bool) -> None:
-        """Called by the hub when both ends are there; only the credits let the sender begin."""
+        """Join both ends, called by the hub. The sender begins when it gets the credits."""
         announcement = b""
         with self._state:
             self._connection, self._transport, self._waits_for.peer = connection, transport, peer
@@ -195,20 +195,20 @@ class Receiver:
             connection.close(reason)
             return
         transport.begin(lambda note: connection.send(Frame(frames.CHANNEL_NOTE, body=note)))
-        with contextlib.suppress(Unavailable):  # then _on_close follows
+        with contextlib.suppress(Unavailable):  # _on_close follows
             connection.send(Frame(frames.CHANNEL_OPEN, self.credits, body=announcement))
 
     def _read_in_background(self, connection: PulledConnection) -> None:
-        """While nobody waits here, another thread reads what comes; called by the one thread that reads."""
+        """Let the background reader read while no thread waits here; called by the one thread that reads."""
         self._reading.watched = background_reader.shared.watch(connection, self._wake)
 
     def _on_reader_left(self) -> None:
-        """The thread that has read the connection so far does so no more."""
-        self.look()  # who did meanwhile found the reading taken
+        """Take over from the thread that has read the connection so far."""
+        self.poll()  # threads that began to wait meanwhile could not read
         self._wake()
 
     def _wake(self) -> None:
-        """Nobody else reads the connection just now."""
+        """Wake the waiting threads: no other thread reads the connection now."""
         with self._state:
             self._state.notify_all()
 
@@ -219,9 +219,9 @@ class Receiver:
                 self._framed.append(frame)
                 self._state.notify_all()
         if not has_queue:
-            self._take_in(self._message_of(frame))
+            self._add(self._message_of(frame))
 
-    def _take_in(self, message: "_Message") -> None:
+    def _add(self, message: "_Message") -> None:
         with self._state:
             is_wanted = self._is_wanted(message)
             if is_wanted:
@@ -256,7 +256,7 @@ class Receiver:
 
 
 class _PackedLayout:
-    """Unpickled by the first receive() that needs it: the connection's thread must not run users' constructors."""
+    """A layout that the first receive() unpickles: the connection's thread must not run users' constructors."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -1,7 +1,7 @@
-"""Transport in one process: the sender's copies of the tensors pass by reference.
+"""A transport in one process: the sender's copies of the tensors pass by reference.
 
-The copy is what makes threads behave as processes do: a layer that writes to its input in place must not reach into
-what the stage before it has saved for its backward.
+Copying makes threads behave like processes: a layer that writes to its input in place must not change what the stage
+before it has saved for its backward.
 """
 
 from collections.abc import Sequence

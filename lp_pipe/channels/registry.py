@@ -1,4 +1,4 @@
-"""The table of all transports."""
+"""The transports of all kinds of channels."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,9 @@ _OF_GPUS: dict[str, tuple[Callable[[torch.device], TransportSender], Callable[[t
 
 
 def make_transport_sender(kind: str, address: str, device: torch.device) -> TransportSender:
-    """address: see TransportEnd. device: where this end's tensors are.
+    """Make the sending end of a transport.
+
+    address: see TransportEnd. device: where this end's tensors are.
 
     Raises:
         ValueError: this end cannot have such a transport.
@@ -38,14 +40,14 @@ def make_transport_sender(kind: str, address: str, device: torch.device) -> Tran
 
 
 def make_transport_receiver(kind: str, address: str, device: torch.device) -> TransportReceiver:
-    """As `make_transport_sender`."""
+    """Make the receiving end of a transport, like `make_transport_sender`."""
     transport = _OF_GPUS[kind][1](_numbered(device)) if kind in _OF_GPUS else _TRANSPORTS[kind][1]()
     transport.address = address
     return transport
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """Other threads have another current GPU."""
+    """Return the device with its number: other threads may have another current GPU."""
     if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
         return device
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,14 +1,14 @@
-"""Transport on one host, through slots of shared memory: one copy for large messages, two for small ones.
+"""A transport on one host, through slots of shared memory: one copy for large messages, two for small ones.
 
     small    copies into a free slot ──── token ─────────────────►  receiver copies out
              slot is free again      ◄─── a byte in the segment ──
     large    copies into a free slot ──── token ─────────────────►  receiver uses the memory in place
-             slot is free again      ◄─── a byte in the segment ──  the last tensor in it has gone
+             slot is free again      ◄─── a byte in the segment ──  the last tensor in it is freed
 
-There are as many small slots as credits, and a slot is free before its credit comes back, so whoever has a credit finds
-one; a message that does not fit gets a new segment with larger slots, and the old one goes when its last slot is free.
-Large slots are the receiver's for as long as it likes (activations wait for their backward), and credits do not wait
-for them: when none is free there is one more segment. That takes no more memory than the receiver's own copies would.
+There are as many small slots as credits, and a slot is free before its credit comes back, so a sender with a credit
+always finds a slot. A message that does not fit gets a new segment with larger slots; the old one is freed with its
+last slot. The receiver may keep large slots as long as it likes (activations wait for their backward), and credits do
+not wait for them: if none is free, one more segment is made. That takes no more memory than copies at the receiver.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,23 +22,23 @@ from lp_pipe.channels.packing import Layout, separate_tensors
 from lp_pipe.channels.segments import OpenSegments, Segment, Slot
 from lp_pipe.connections.resource_limits import describe_error
 
-LEAST_LENT_BYTES = 1 << 18  # below, copying costs less than keeping count
+MIN_IN_PLACE_BYTES = 1 << 18  # for smaller messages, copying costs less than tracking the slot
 
 _MIN_SLOT_BYTES = 1 << 16
-_MIN_LENT_SLOTS = 4
+_MIN_IN_PLACE_SLOTS = 4
 
 
 class RingSender(TransportSender):
-    """Tokens number the slots of all segments that there ever were."""
+    """The sending end. Tokens number the slots of all segments that there ever were."""
 
     def __init__(self) -> None:
-        self._small: list[Segment] = []  # one at most
+        self._small: list[Segment] = []  # at most one
         self._large: list[Segment] = []  # with slots of the same size
-        self._outgrown: list[Segment] = []  # with messages on their way
+        self._outgrown: list[Segment] = []  # with messages in flight
         self._next_token = 0
 
     def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
-        segment, token = self._take(layout.offsets[-1], credits)
+        segment, token = self._take_slot(layout.offsets[-1], credits)
         for target, tensor in zip(segment.slot(token).tensors(layout), tensors, strict=True):
             target.copy_(tensor)
         if segment.is_announced:
@@ -46,9 +46,9 @@ class RingSender(TransportSender):
         segment.is_announced = True
         return token, [segment.announcement([used.first for used in (*self._small, *self._large)])]
 
-    def _take(self, size: int, credits: int) -> tuple[Segment, int]:
-        """A free slot of that size, and its segment."""
-        is_large = size >= LEAST_LENT_BYTES
+    def _take_slot(self, size: int, credits: int) -> tuple[Segment, int]:
+        """Return the segment and the token of a free slot of that size."""
+        is_large = size >= MIN_IN_PLACE_BYTES
         segments = self._large if is_large else self._small
         if segments and segments[0].slot_bytes < size:
             self._outgrown += segments
@@ -60,12 +60,12 @@ class RingSender(TransportSender):
             if token is not None:
                 return segment, token
         slot_bytes = segments[0].slot_bytes if segments else max(_MIN_SLOT_BYTES, 1 << (size - 1).bit_length())
-        count = max(credits, _MIN_LENT_SLOTS) if is_large else credits
+        count = max(credits, _MIN_IN_PLACE_SLOTS) if is_large else credits
         try:
-            segment = Segment(self._next_token, count, slot_bytes, is_lent=is_large)
+            segment = Segment(self._next_token, count, slot_bytes, is_in_place=is_large)
         except OSError as error:
             what = f"{count * slot_bytes} bytes of shared memory for messages of {size} bytes"
-            raise NoRoomError(error.errno, f"there is no more room for {what}: {describe_error(error)}") from error
+            raise NoRoomError(error.errno, f"cannot allocate {what}: {describe_error(error)}") from error
         self._next_token += count
         segments.append(segment)
         token = segment.take()
@@ -86,8 +86,8 @@ class RingReceiver(TransportReceiver):
                 self._failure = TransferError(f"the receiver cannot open the sender's memory: {describe_error(error)}")
         if self._failure is not None:
             return self._failure
-        slot, is_lent = self._segments.slot(token)
-        return slot.lent() if is_lent else slot
+        slot, is_in_place = self._segments.slot(token)
+        return slot.in_place_buffer() if is_in_place else slot
 
     def read(self, layout: Layout, parcel: "Slot | TransferError | Any") -> list[Tensor]:
         if isinstance(parcel, TransferError):

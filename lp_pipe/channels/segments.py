@@ -1,8 +1,8 @@
-"""Shared memory between a channel's two ends: segments of equal slots, one for each message.
+"""Shared memory between a channel's two ends: segments of equal slots, one slot for each message.
 
-Segments are anonymous files (memfd): the kernel frees them with the last process that uses them, however it ends.
-Only pages that were written to take memory, and they are used over and over, because fresh ones cost ten times a copy.
-A segment begins with a byte for each slot, which the sender sets before it uses the slot, and the receiver clears.
+Segments are anonymous files (memfd): the kernel frees them with the last process that uses them, however it ends. Only
+pages that were written take memory. They are reused, because fresh pages cost ten times a copy. A segment begins with a
+byte for each slot, which the sender sets before it uses the slot, and the receiver clears.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _FREE, _USED = b"\0", b"\1"
 
 
 class Slot:
-    """Memory for one message; keeps the tensors that lie in it from one message to the next."""
+    """Memory for one message; keeps the tensors in it from one message to the next."""
 
     def __init__(self, mapping: mmap.mmap, index: int, offset: int, size: int) -> None:
         self._mapping = mapping
@@ -37,37 +37,38 @@ class Slot:
         if layout is not self._layout:
             memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
             places = zip(layout.offsets, layout.tensor_specs, strict=False)  # offsets ends with the size
-            # Made by an evaluation, they will be written by a training step, which inference tensors do not allow.
+            # Tensors made by an evaluation will be written by a training step, which inference tensors do not allow.
             with torch.inference_mode(False):
                 self._tensors = [tensor_over(memory, self._offset + offset, spec) for offset, spec in places]
             self._layout = layout
         return self._tensors
 
     def free(self) -> None:
-        """The sender may use it again."""
+        """Free the slot, which the sender may use again."""
         self._mapping[self._index] = 0
 
-    def lent(self) -> Any:
-        """A buffer over the slot, which is free again once neither the buffer nor a view of it is used."""
-        loan = (ctypes.c_char * self._size).from_buffer(self._mapping, self._offset)
-        add_finalizer(loan, self._give_back, os.getpid())
-        return loan
+    def in_place_buffer(self) -> Any:
+        """Return a buffer over the slot, which is freed once neither the buffer nor a view of it is used."""
+        buffer = (ctypes.c_char * self._size).from_buffer(self._mapping, self._offset)
+        add_finalizer(buffer, self._free_in_owner, os.getpid())
+        return buffer
 
-    def _give_back(self, borrower: int) -> None:
-        if os.getpid() == borrower:  # a forked child (a data loader) drops its view of memory that its parent uses
+    def _free_in_owner(self, owner_pid: int) -> None:
+        if os.getpid() == owner_pid:  # a forked child (a data loader) drops views of memory that its parent uses
             self.free()
 
 
 class Segment:
-    """The sender's side; unmapped and closed when the last reference goes.
+    """The sender's side of a segment; unmapped and closed with its last reference.
 
-    first: its slots' tokens count from here. is_lent: whether the receiver keeps a slot while it uses the tensors.
+    first: the token of its first slot.
+    is_in_place: whether the receiver keeps a slot while it uses the tensors.
     """
 
-    def __init__(self, first: int, count: int, slot_bytes: int, *, is_lent: bool) -> None:
+    def __init__(self, first: int, count: int, slot_bytes: int, *, is_in_place: bool) -> None:
         self.first = first
         self.slot_bytes = slot_bytes
-        self.is_lent = is_lent
+        self.is_in_place = is_in_place
         self.is_announced = False
         self._count = count
         self._fd = os.memfd_create("lp_pipe-channel", os.MFD_CLOEXEC)
@@ -76,7 +77,7 @@ class Segment:
         self._mapping, self._slots = _mapped(self._fd, count, slot_bytes)
 
     def take(self) -> int | None:
-        """The token of a free slot, from now on used; the first one, which is the warmest. None: all are used."""
+        """Take a free slot, the first one, which is the warmest; return its token, or None if all are used."""
         index = self._mapping.find(_FREE, 0, self._count)
         if index < 0:
             return None
@@ -91,51 +92,57 @@ class Segment:
         return self._slots[token - self.first]
 
     def announcement(self, used: list[int]) -> bytes:
-        """used: the first tokens of all segments that further messages may come in."""
-        return announcement(self._fd, [self.first, self._count, self.slot_bytes, self.is_lent, used])
+        """Return what lets the receiver open the segment.
+
+        used: the first tokens of all segments that further messages may come in.
+        """
+        return announcement(self._fd, [self.first, self._count, self.slot_bytes, self.is_in_place, used])
 
 
 class OpenSegments:
     """The receiver's side: the segments that further messages may come in."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, tuple[list[Slot], bool]] = {}  # by first token; whether they are lent
+        self._slots: dict[int, tuple[list[Slot], bool]] = {}  # by first token; whether they are used in place
 
     def open(self, announced: bytes) -> None:
         """Map one more segment.
 
         Raises:
-            OSError: the sender is gone, or lives where this process cannot see it (another pid namespace).
+            OSError: the sender is gone, or in another pid namespace.
         """
-        descriptor, (first, count, slot_bytes, is_lent, used) = opened(announced)
+        descriptor, (first, count, slot_bytes, is_in_place, used) = opened(announced)
         try:
             mapping, slots = _mapped(descriptor, count, slot_bytes)
-            if is_lent:
+            if is_in_place:
                 make_private_in_children(mapping, descriptor)
         finally:
             os.close(descriptor)
-        self._slots[first] = slots, is_lent
+        self._slots[first] = slots, is_in_place
         self._slots = {first: slots for first, slots in self._slots.items() if first in used}
 
     def slot(self, token: int) -> tuple[Slot, bool]:
-        """The slot, and whether it is lent."""
+        """Return the slot, and whether it is used in place."""
         first = max(self._slots)
-        if first > token:  # one of an older segment
+        if first > token:  # the slot is of an older segment
             first = max(first for first in self._slots if first <= token)
-        slots, is_lent = self._slots[first]
-        return slots[token - first], is_lent
+        slots, is_in_place = self._slots[first]
+        return slots[token - first], is_in_place
 
 
 def announcement(descriptor: int, about: Sequence[Any]) -> bytes:
-    """Where another process finds this one's file; the inode tells it from what a reused pid may have at its number."""
+    """Return where another process finds this process's file.
+
+    The inode tells the file from one that another process with a reused pid has at this number.
+    """
     return json.dumps([os.getpid(), descriptor, os.fstat(descriptor).st_ino, about]).encode()
 
 
 def opened(announced: bytes) -> tuple[int, list[Any]]:
-    """A descriptor of the caller's own for the file, and what was said about it.
+    """Open an announced file; return a descriptor of it, and `about`.
 
     Raises:
-        OSError: the other process is gone, or lives where this one cannot see it (another pid namespace).
+        OSError: the other process is gone, or in another pid namespace.
     """
     pid, number, inode, about = json.loads(bytes(announced))
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
@@ -152,5 +159,5 @@ def _mapped(descriptor: int, count: int, slot_bytes: int) -> tuple[mmap.mmap, li
 
 
 def _flags_bytes(count: int) -> int:
-    """Whole pages, so that slots begin with one."""
+    """Return whole pages, so that slots begin with one."""
     return -(-count // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,24 +1,25 @@
-"""Which tensors a channel carries: those whose bytes say all about them."""
+"""The check which tensors a channel can send: plain dense ones, which their bytes describe completely."""
 
 import torch
 from torch import Tensor
 
-# Torch has them, but cannot copy them.
+# torch cannot copy tensors of these dtypes.
 _NOT_COPIED = {
     getattr(torch, name, None) for name in [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
 }
 
 
 def is_copyable(tensor: Tensor) -> bool:
-    """Whether torch can make a dense copy of it, bit by bit."""
+    """Return whether torch can make a dense copy of the tensor, bit by bit."""
     is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     return is_dense and tensor.dtype not in _NOT_COPIED
 
 
 def check_sendable(tensor: Tensor, carries_gpu: bool) -> None:
-    """
+    """Refuse a tensor that a channel cannot send.
+
     Raises:
-        ValueError: this one is not; says what to send in its place.
+        ValueError: says what to send instead.
     """
     if tensor.dtype in _NOT_COPIED:
         raise ValueError(f"a channel cannot carry {tensor.dtype}: send tensor.view(torch.uint8)")
@@ -34,7 +35,7 @@ def check_sendable(tensor: Tensor, carries_gpu: bool) -> None:
 
 
 def _how_to_make_dense(tensor: Tensor) -> tuple[str, str]:
-    """What it is, and the dense tensor that says the same."""
+    """Return what the tensor is, and an expression for a dense tensor of the same values."""
     if tensor.is_quantized:
         return "quantized", "tensor.dequantize()"
     if tensor.is_nested:

@@ -9,7 +9,7 @@ from torch import Tensor
 from lp_pipe import connections
 from lp_pipe.channels import kinds, rank_addresses, registry
 from lp_pipe.channels.base import NoRoomError, TransferError, TransportSender
-from lp_pipe.channels.messages import AS_FRAME, NUDGE, Abort, Opening, data_frame
+from lp_pipe.channels.messages import AS_FRAME, WAKE_UP, Abort, Opening, data_frame
 from lp_pipe.channels.packing import CPU, Layout, Packer
 from lp_pipe.channels.queued_connection import QueuedConnection
 from lp_pipe.channels.reading_condition import ReadingCondition
@@ -21,7 +21,7 @@ from lp_pipe.telemetry import waits
 
 
 class Sender:
-    """Made by `open_sender`; any thread may use it."""
+    """A channel's sending end, made by `open_sender`. Any thread may use it."""
 
     def __init__(
         self,
@@ -38,41 +38,41 @@ class Sender:
         self._label = label
         self._waits_for = waits_for
         self._packer = Packer(carries_gpu=carries_gpu)
-        self._layout: Layout | None = None  # the receiver has it
-        # Held for a whole send, so that messages go out in the order in which they took their layouts. The state's
-        # lock is never held while sending: in one process the receiver's thread may be on its way to it.
+        self._layout: Layout | None = None  # the one that the receiver has
+        # Held for a whole send, so that messages are sent in the order in which they took their layouts. The state's
+        # lock is never held while sending: in one process the receiver's thread may be about to take it.
         self._send_lock = threading.Lock()
         self._state = threading.Condition(threading.Lock())
         self._reading = ReadingCondition(self._state)
         self._queue: ShmQueue | None = None
         self._total_credits = 0
-        self._credits = 0  # those that frames have brought
+        self._credits = 0  # granted and returned by frames
         self._abort: Abort | None = None
         self._closed_reason: str | None = None
 
     def send(self, tag: int, value: Any) -> None:
-        """Send a pytree of tensors and picklable leaves; blocks while no credit is left, not until it is there.
+        """Send a pytree of tensors and picklable leaves. Waits for a credit, but not until the value has arrived.
 
-        Tensors are the CPU's, or a GPU's where the channel has `carries_gpu`. requires_grad does not travel.
-        They are free again on return; those of a GPU for what is then queued on the current stream.
+        Tensors are on the CPU, or on a GPU if the channel has `carries_gpu`. requires_grad is not sent. The caller may
+        change the tensors on return; those of a GPU in work that is queued on the current stream afterwards.
 
-        tag: the number of the operation (step) it belongs to.
+        tag: the number of the operation (step) that the value belongs to.
 
         Raises:
             ChannelClosed: the peer closed or died, or this operation was aborted.
-            OSError: there are no descriptors or no memory for this message; the channel is as it was before.
+            OSError: there are no descriptors or no memory for this message; the channel is unchanged.
         """
         with self._send_lock:
             layout, tensors = self._packer.pack(value)
             header = b"" if layout is self._layout else layout.encode()
             if self._queue is not None and not self._queue.is_being_read():
-                self._reading.look()  # whether the receiver is still there: writing for nobody would not fail
+                self._reading.poll()  # learns whether the receiver is gone: writing to memory would not fail
             self._take_credit(tag)
             self._layout = layout
             self._send(tag, layout, header, tensors)
 
     def abort(self, tag: int, reason: str) -> None:
-        """Let sends with this tag and lower ones raise ChannelClosed, also one that waits for a credit now."""
+        """Make sends with this tag and lower ones raise ChannelClosed, also one that waits for a credit."""
         with self._state:
             if self._abort is None or tag >= self._abort.tag:
                 self._abort = Abort(tag, reason)
@@ -80,7 +80,7 @@ class Sender:
 
     def close(self, reason: str = "closed") -> None:
         """Close the channel; the receiver still gets what was sent, and then the reason."""
-        with self._state:  # before closing, or the peer's answer to that is taken for its death
+        with self._state:  # before closing, or the peer's answer would be taken for its death
             self._closed_reason = self._closed_reason or reason
             self._reading.wake()
         self._transport.finish()
@@ -107,36 +107,36 @@ class Sender:
                 self._connection.send(data_frame(tag, header, token, buffers))
                 token = AS_FRAME
             if self._queue.publish(tag, token):
-                self._connection.send(NUDGE)
+                self._connection.send(WAKE_UP)
         except NoRoomError as error:
             self._undo_send()
             raise NoRoomError(error.errno, f"{self._label}: {error.strerror}") from error
         except (Unavailable, TransferError) as error:
-            raise self._closed(self._broken(str(error))) from error
-        except BaseException as error:  # no memory, Ctrl-C: the receiver cannot make sense of what would come next
+            raise self._closed_error(self._failure_reason(str(error))) from error
+        except BaseException as error:  # no memory, Ctrl+C: the receiver could not read what follows
             self.close(f"the sender failed to send: {type(error).__name__}: {error}")
             raise
 
     def _take_credit(self, tag: int) -> None:
         with self._state:
-            if not self._has_credit() and self._end_of(tag) is None:
+            if not self._has_credit() and self._end_reason(tag) is None:
                 with waits.waiting(waits.SEND, self._waits_for, f"{self._label}, operation {tag}"):
-                    self._reading.wait_for(lambda: self._has_credit() or self._end_of(tag) is not None)
-            reason = self._end_of(tag)
+                    self._reading.wait_for(lambda: self._has_credit() or self._end_reason(tag) is not None)
+            reason = self._end_reason(tag)
             if reason is not None:
-                raise self._closed(reason)
+                raise self._closed_error(reason)
             self._credits -= 1
 
-    def _broken(self, error: str) -> str:
-        """Why something could not be sent; the peer may have said so."""
-        self._reading.look()
+    def _failure_reason(self, error: str) -> str:
+        """Return why sending failed, which the peer may have said."""
+        self._reading.poll()
         reason = self._reading.wait_for_reason(lambda: self._closed_reason)
         if reason is None:
             self.close(error)
         return reason or error
 
     def _undo_send(self) -> None:
-        """The receiver has heard nothing: neither of a layout nor of a message that took a credit."""
+        """Undo a send of which the receiver has got nothing: neither a layout nor a message that took a credit."""
         self._layout = None
         with self._state:
             self._credits += 1
@@ -146,12 +146,12 @@ class Sender:
         returned = self._queue.taken if self._queue is not None else 0
         return self._credits + returned > 0
 
-    def _end_of(self, tag: int) -> str | None:
+    def _end_reason(self, tag: int) -> str | None:
         if self._abort is not None and tag <= self._abort.tag:
             return self._abort.reason
         return self._closed_reason
 
-    def _closed(self, reason: str) -> ChannelClosed:
+    def _closed_error(self, reason: str) -> ChannelClosed:
         return ChannelClosed(f"{self._label}: {reason}")
 
     def _on_frame(self, frame: Frame) -> None:
@@ -192,13 +192,13 @@ def open_sender(
 ) -> Sender:
     """Connect to the hub at `endpoint`; its receiver may be made before or after.
 
-    kind: "auto" or one that fits the hub's endpoint (kinds.py).
+    kind: "auto", or a kind that fits the hub's endpoint (kinds.py).
     name, peer: labels of this node and of the hub's ("stages/1"), for messages at both ends.
     device: where the sent tensors are.
 
     Raises:
-        ValueError: this kind does not fit the endpoint, or the device.
-        Unavailable: nobody listens there.
+        ValueError: the kind does not fit the endpoint, or the device.
+        Unavailable: nothing listens there.
     """
     chosen = kinds.choose(kind, endpoint, is_on_gpu=device.type == "cuda")
     where = endpoint.partition("#")[0]  # without the token
@@ -216,8 +216,8 @@ def open_sender(
     try:
         sender._begin(chosen)
         connection.send(Opening(channel, chosen.name, name, has_queue, address).frame())
-    except BaseException as error:  # also out of descriptors or threads
-        why = sender._broken(str(error)) if isinstance(error, Unavailable) else describe_error(error)
+    except BaseException as error:  # for example no descriptors or threads are left
+        why = sender._failure_reason(str(error)) if isinstance(error, Unavailable) else describe_error(error)
         sender.close(why)
         if isinstance(error, OSError):
             raise Unavailable(f"{label}: {why}") from error

@@ -1,13 +1,13 @@
-"""What the two ends of a channel on one host tell each other without a word on the wire: numbers in shared memory.
+"""A queue of messages in shared memory, for the two ends of a channel on one host.
 
     sender                                           receiver
       slot's number, tag; one more sent    ─────►
                                            ◄─────      one more taken: a credit
-                                           ◄─────      closed: look at the connection, which says why
-      asleep? then the other end nudges it by a frame, and only then
+                                           ◄─────      closed: the connection says why
+      wakes the receiver by a frame if it sleeps, and the receiver the sender
 
-Each number is written by one end. A message counts once it is complete in memory, so a process may be killed at any
-moment: what it had not counted was not sent, and the end of its connection wakes whoever sleeps.
+Each number is written by one end only. A message counts once it is complete in memory, so a process may be killed at
+any moment: a message that it had not counted was not sent, and the end of its connection wakes the other end.
 """
 
 import mmap
@@ -20,32 +20,35 @@ from lp_pipe.channels import kinds
 from lp_pipe.channels.segments import announcement, opened
 from lp_pipe.connections.finalizer import add_finalizer
 
-# Others may see stores in another order than they were made in; Python has no means to forbid it.
+# Other processors may reorder stores, and Python has no memory barriers.
 is_shm_queue_supported = kinds.is_shm_supported() and platform.machine() in ("x86_64", "AMD64")
 
 _SENT, _TAKEN, _SENDER_SLEEPS, _RECEIVER_SLEEPS, _CLOSED = range(0, 40, 8)  # each in a cache line of its own
 _ENTRIES = 40
 _ENTRY = 2
-_A_MOMENT_S = 1e-2  # for which a receiver that was at work counts as alive
-MANY_CREDITS = 4  # from here on a sender without any goes on when half of them are back
+_A_MOMENT_S = 1e-2  # a receiver that took something within this time counts as alive
+MANY_CREDITS = 4  # from so many on, a sender without credits goes on when half of them are back
 
 
 class ShmQueue:
-    """One end's view; each end's methods are called by one thread at a time. `sent` and `taken` count messages."""
+    """An end of the queue. One thread at a time calls an end's methods.
+
+    sent: counts messages, at the receiver those that it has seen.
+    """
 
     def __init__(self, mapping: mmap.mmap, credits: int) -> None:
         self._numbers = memoryview(mapping).cast("q")
         self._credits = credits
         self._wakes_at = credits // 2 if credits >= MANY_CREDITS else credits
         self._fence = threading.Lock()
-        self.sent = 0  # by the sender; at the receiver: how many of them it has seen
+        self.sent = 0
         self._taken_before, self._asked_at = 0, 0.0
         self.sender_doorbell = Doorbell(self._numbers, self._fence, _TAKEN, _SENDER_SLEEPS)
         self.receiver_doorbell = Doorbell(self._numbers, self._fence, _SENT, _RECEIVER_SLEEPS)
 
     @staticmethod
     def make(credits: int) -> "tuple[ShmQueue, bytes]":
-        """The receiver's; and what lets the sender open it as long as the queue lives."""
+        """Make the receiver's end; return it with the announcement that lets the sender open it."""
         descriptor = os.memfd_create("lp_pipe-queue", os.MFD_CLOEXEC)
         size = 8 * (_ENTRIES + _ENTRY * credits)
         os.ftruncate(descriptor, size)
@@ -55,10 +58,10 @@ class ShmQueue:
 
     @staticmethod
     def open(announced: bytes) -> "ShmQueue":
-        """The sender's.
+        """Open the sender's end.
 
         Raises:
-            OSError: the receiver is gone, or lives where this process cannot see it.
+            OSError: the receiver is gone, or in another pid namespace.
         """
         descriptor, (credits,) = opened(announced)
         try:
@@ -71,9 +74,9 @@ class ShmQueue:
         return self._numbers[_TAKEN]
 
     def is_being_read(self) -> bool:
-        """Whether the receiver is open, and has taken something in the moment since this was last asked.
+        """Return whether the receiver is open, and has taken a message in the short time since the last such call.
 
-        A killed one may count for that long, and no longer.
+        A receiver that was killed may count as alive for that long, and no longer.
         """
         before, asked_at = self._taken_before, self._asked_at
         self._taken_before, self._asked_at = self.taken, time.monotonic()
@@ -81,11 +84,11 @@ class ShmQueue:
         return has_taken and not self._numbers[_CLOSED]
 
     def close(self) -> None:
-        """By the receiver, which takes nothing more."""
+        """Mark the queue as closed by the receiver, which takes nothing more."""
         self._numbers[_CLOSED] = 1
 
     def publish(self, tag: int, token: int) -> bool:
-        """One more message, for which there is a credit; whether the receiver must be nudged."""
+        """Add a message, for which there is a credit; return whether the receiver must be woken."""
         at = _ENTRIES + _ENTRY * (self.sent % self._credits)
         self._numbers[at], self._numbers[at + 1] = tag, token
         self.sent += 1
@@ -93,7 +96,7 @@ class ShmQueue:
         return self.receiver_doorbell.must_ring()
 
     def next(self) -> tuple[int, int] | None:
-        """Tag and token of the oldest message that was not seen yet; `advance` to the one behind it."""
+        """Return tag and token of the oldest message that was not seen yet; `advance` moves on to the next."""
         if self.sent == self._numbers[_SENT]:
             return None
         at = _ENTRIES + _ENTRY * (self.sent % self._credits)
@@ -103,9 +106,9 @@ class ShmQueue:
         self.sent += 1
 
     def take(self) -> bool:
-        """Give a credit back; whether the sender must be nudged.
+        """Give a credit back; return whether the sender must be woken.
 
-        A sender that ran out of many credits sleeps until half of them are back: to be woken costs more than to send.
+        A sender that ran out of many credits sleeps until half of them are back: waking it costs more than sending.
         """
         taken = self._numbers[_TAKEN] + 1
         self._numbers[_TAKEN] = taken
@@ -113,7 +116,7 @@ class ShmQueue:
 
 
 class Doorbell:
-    """How the end that waits for a number to grow falls asleep without missing it."""
+    """Lets one end sleep until a number changes, without missing the change."""
 
     def __init__(self, numbers: memoryview, fence: threading.Lock, count: int, asleep: int) -> None:
         self._numbers = numbers
@@ -122,11 +125,11 @@ class Doorbell:
         self._asleep = asleep
 
     def count(self) -> int:
-        """What it waits for to change."""
+        """Return the number that the end waits for."""
         return self._numbers[self._count]
 
     def arm(self, seen: int) -> bool:
-        """Before it sleeps; False when the number is not `seen` any more."""
+        """Announce that this end is about to sleep; return False if the number is not `seen` any more."""
         self._numbers[self._asleep] = 1
         self._order()
         if self._numbers[self._count] == seen:
@@ -138,7 +141,7 @@ class Doorbell:
         self._numbers[self._asleep] = 0
 
     def must_ring(self) -> bool:
-        """The other end has changed the number: whether this one sleeps."""
+        """Return whether this end sleeps, now that the other end has changed the number."""
         self._order()
         if not self._numbers[self._asleep]:
             return False
@@ -146,6 +149,6 @@ class Doorbell:
         return True
 
     def _order(self) -> None:
-        """Taking a lock is what keeps the processor from loading one number before it has stored the other."""
+        """Order the preceding store before the following load: taking a lock is a memory barrier."""
         with self._fence:
             pass

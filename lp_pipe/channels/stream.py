@@ -1,4 +1,4 @@
-"""Transport over any connection: the tensors' bytes are the frame's buffers."""
+"""A transport over any connection: the tensors' bytes are the frame's buffers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from lp_pipe.channels.packing import Layout, TensorSpec, empty_tensor, tensor_ov
 
 
 class StreamSender(TransportSender):
-    """The buffers are copies: they are sent later, when the tensors may have changed (see queued_connection.py)."""
+    """The sending end. Its buffers are copies, because they are sent later, when the tensors may have changed."""
 
     has_tokens = False
 

@@ -57,10 +57,10 @@ def test_abort_drops_queued_and_arriving_values_and_returns_their_credits(edge: 
     sender.send(1, torch.ones(2))
     sender.send(1, torch.ones(3))
     receiver.abort(1, "gone wrong")
-    receiver.look()
+    receiver.poll()
     for length in (4, 5):
         sender.send(1, torch.ones(length))  # would block if the credits had not come back
-        receiver.look()
+        receiver.poll()
     sender.send(2, torch.ones(5))  # as before: its layout came with a value that was dropped
     assert_same(receiver.receive(2, PATIENCE_S), torch.ones(5))
 

@@ -67,10 +67,10 @@ def test_a_closed_hub_tells_a_sender_that_waits_for_its_receiver(edge: Edge) -> 
 def test_a_channel_has_one_sender_and_one_receiver(edge: Edge) -> None:
     receiver, sender = edge.receiver(), edge.sender()
     sender.send(0, "the first comes through")
-    with pytest.raises(ValueError, match="has a receiver already"):
+    with pytest.raises(ValueError, match=r"'activations' of stages/1 .*receiver"):
         edge.receiver()
     second = edge.sender()
-    with pytest.raises(ChannelClosed, match="has a sender already"):
+    with pytest.raises(ChannelClosed, match=r"'activations' of stages/1 .*sender"):
         second.send(0, "from the wrong one")
     sender.send(0, "from the right one")
     assert receiver.receive(0, PATIENCE_S) == "the first comes through"

@@ -54,5 +54,5 @@ def test_what_an_abort_has_ended_has_not_arrived(queued: Callable[..., gpu.Queue
 
 
 def test_a_wait_has_a_limit(queued: Callable[..., gpu.QueuedGpuWork]) -> None:
-    with pytest.raises(RuntimeError, match=r"not done within 0\.01 s"):
+    with pytest.raises(RuntimeError, match=r"0\.01 s"):
         queued(10**9).wait(timedelta(seconds=0.01))

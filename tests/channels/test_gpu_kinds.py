@@ -57,7 +57,7 @@ def test_nccl_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(libnccl, "LIBRARY", "libnccl-that-is-not-there.so.2")
     libnccl._library.cache_clear()
     try:
-        with pytest.raises(ValueError, match=r"needs NCCL: libnccl-that-is-not-there\.so\.2: .*or use 'auto'"):
+        with pytest.raises(ValueError, match=r"needs NCCL: libnccl-that-is-not-there\.so\.2: .*'auto'"):
             nccl.check(GPU)
     finally:
         libnccl._library.cache_clear()
@@ -118,28 +118,28 @@ def test_an_end_that_two_threads_close_at_once_is_freed_once(monkeypatch: pytest
 def test_two_processes_on_one_gpu_pass_for_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL refuses two ranks on one GPU of one host."""
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
-    nccl._tell_apart("GPU-1 100", "GPU-2 101")
+    nccl._pretend_two_hosts("GPU-1 100", "GPU-2 101")
     assert "NCCL_HOSTID" not in os.environ, "two GPUs of one host need not go by the network"
-    nccl._tell_apart("GPU-1 100", "GPU-1 101")
+    nccl._pretend_two_hosts("GPU-1 100", "GPU-1 101")
     own = os.environ.pop("NCCL_HOSTID")
     monkeypatch.setenv("NCCL_HOSTID", "the user's own")
-    nccl._tell_apart("GPU-1 100", "GPU-1 101")
+    nccl._pretend_two_hosts("GPU-1 100", "GPU-1 101")
     assert os.environ["NCCL_HOSTID"] == "the user's own" != own
 
 
 def test_a_host_id_that_was_inherited_tells_nobody_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that uses NCCL itself starts two others: both would pass for its host, and NCCL refuses them."""
     monkeypatch.setenv("NCCL_HOSTID", f"lp_pipe-{os.getppid()}-0123456789abcdef")
-    nccl._tell_apart("GPU-1 100", "GPU-1 101")
+    nccl._pretend_two_hosts("GPU-1 100", "GPU-1 101")
     own = os.environ["NCCL_HOSTID"]
     assert own.startswith(f"lp_pipe-{os.getpid()}-")
-    nccl._tell_apart("GPU-1 100", "GPU-1 102")
+    nccl._pretend_two_hosts("GPU-1 100", "GPU-1 102")
     assert os.environ["NCCL_HOSTID"] == own, "NCCL has read it by now"
 
 
 def test_two_threads_on_one_gpu_cannot_have_nccl() -> None:
     with pytest.raises(TransferError, match="in one process, on one GPU, which NCCL refuses: use channel='auto'"):
-        nccl._tell_apart("GPU-1 100", "GPU-1 100")
+        nccl._pretend_two_hosts("GPU-1 100", "GPU-1 100")
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_who_loses_the_core_to_another_thread_stops_looking(
     ends: tuple[End, UnixConnection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end, _ = ends
-    monkeypatch.setattr(reading_condition, "_TAKEN_AWAY_S", -1.0)  # each look at the clock counts as late
+    monkeypatch.setattr(reading_condition, "_PREEMPTED_S", -1.0)  # each look at the clock counts as late
     switches = itertools.count()
     monkeypatch.setattr(reading_condition, "_switches", lambda: next(switches))
     assert max(end.looks_in_a_wait() for _ in range(20)) == 1
@@ -125,7 +125,7 @@ def test_who_comes_to_wait_while_another_thread_has_a_look_reads_when_that_one_i
         return is_ready()
 
     monkeypatch.setattr(end.connection, "is_ready", is_ready_late)
-    looking = in_thread(end.reading.look)
+    looking = in_thread(end.reading.poll)
     assert has_begun.wait(PATIENCE_S)
     waiting = in_thread(end.wait, 1, 2 * PATIENCE_S)
     assert is_blocked(waiting)

@@ -197,7 +197,7 @@ def test_dropped_large_values_give_their_memory_back(edge: Edge) -> None:
     for tag in range(20):
         edge.sender.send(tag, torch.ones(MEBI))
         edge.receiver.abort(tag, "not wanted")
-        edge.receiver.look()
+        edge.receiver.poll()
     assert len(edge.transport._large) == 1
 
 
@@ -220,7 +220,7 @@ def test_a_sender_that_fails_to_send_closes_the_channel(edge: Edge, monkeypatch:
     def no_memory(count: int) -> int:
         raise MemoryError(f"no {count} bytes")
 
-    monkeypatch.setattr(RingSender, "_take", lambda self, size, credits: no_memory(size))
+    monkeypatch.setattr(RingSender, "_take_slot", lambda self, size, credits: no_memory(size))
     with pytest.raises(MemoryError):
         edge.sender.send(0, torch.ones(4))
     with pytest.raises(Exception, match="the sender failed to send: MemoryError: no 64 bytes"):
@@ -237,7 +237,7 @@ def test_a_sender_out_of_descriptors_says_so_in_that_send_and_the_next_one_goes(
     with monkeypatch.context() as out_of_descriptors:
         out_of_descriptors.setattr(os, "memfd_create", none_left)
         for _ in range(5):  # they cost no credits, of which there are two
-            with pytest.raises(OSError, match=r"channel .*no more room .*Too many open files.*ulimit -n") as caught:
+            with pytest.raises(OSError, match=r"channel .*shared memory.*Too many open files.*ulimit -n") as caught:
                 edge.sender.send(0, torch.ones(MEBI))
             assert isinstance(caught.value, LpPipeError)
     for size in (MEBI, 8, MEBI):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lp_pipe.channels import ChannelHub, Receiver, Sender, open_sender, shm_queue
-from lp_pipe.channels.messages import NUDGE
+from lp_pipe.channels.messages import WAKE_UP
 from lp_pipe.channels.shm_queue import ShmQueue, is_shm_queue_supported
 from lp_pipe.connections import Frame
 from lp_pipe.errors import ChannelClosed
@@ -90,7 +90,7 @@ def test_a_sender_killed_before_the_nudge_has_sent_its_value(hub: ChannelHub, mo
     nudges: list[Frame] = []
     monkeypatch.setattr(sender._connection, "send", nudges.append)
     sender.send(0, torch.full((1,), 5.0))
-    assert nudges == [NUDGE] and is_blocked(receiving)
+    assert nudges == [WAKE_UP] and is_blocked(receiving)
     sender._connection.inner._shutdown()  # type: ignore[attr-defined]  # as the kernel does for a process that is killed
     assert receiving.result(PATIENCE_S) == 5.0
     with pytest.raises(ChannelClosed, match="killed"):

@@ -66,7 +66,7 @@ def test_every_kind_of_channel_between_processes_trains_to_the_same_bits() -> No
 
 
 def test_a_kind_that_does_not_exist_is_refused_at_setup() -> None:
-    with pytest.raises(PipelineError, match=r"channel='pigeon': .*auto, inproc, shm"):
+    with pytest.raises(PipelineError, match=r"channel='pigeon': .*auto, inproc, shm, tls, grpc, gloo, nccl"):
         pp.add_pipeline(lp.Program("train"), model_with_everything(), channel="pigeon")
 
 

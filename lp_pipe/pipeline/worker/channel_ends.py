@@ -41,7 +41,7 @@ class ChannelEnds(Generic[Key]):
     def discard(self) -> None:
         """Forget what an aborted operation, which all workers have ended, has left behind; its credits go back."""
         for receiver in self._receivers.values():
-            receiver.look()
+            receiver.poll()
 
     def close(self, reason: str) -> None:
         """For good; the other ends get the reason."""
