@@ -185,7 +185,7 @@ def has_short_rows(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
-def writers(layers: Sequence[nn.Module], first_layer: int) -> set[int]:
+def layers_with_max_norm(layers: Sequence[nn.Module], first_layer: int) -> set[int]:
     """Return the indices of layers that use a table with max_norm.
 
     A second run of such a layer would not find the rows that the first one has used.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lp_pipe.training.forward_writes import ShortenedRows, writers
+from lp_pipe.training.forward_writes import ShortenedRows, layers_with_max_norm
 
 
 def embedding(**options: Any) -> nn.Embedding:
@@ -68,5 +68,5 @@ def test_layers_with_such_a_table_are_found_also_where_another_one_owns_it() -> 
     table, head = embedding(), nn.Linear(4, 20, bias=False)
     head.weight = table.weight
     layers = [nn.Sequential(table), nn.Tanh(), nn.Linear(4, 4), head, nn.Embedding(3, 2)]
-    assert writers(layers, 5) == {5, 8}
-    assert writers(layers[1:3], 0) == set()
+    assert layers_with_max_norm(layers, 5) == {5, 8}
+    assert layers_with_max_norm(layers[1:3], 0) == set()

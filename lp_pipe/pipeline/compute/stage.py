@@ -29,7 +29,7 @@ from lp_pipe.pipeline.layers.tied import layer_of, tie
 from lp_pipe.private_torch import buffers_of, has_node_hooks
 from lp_pipe.training.buffer_snapshot import with_buffers
 from lp_pipe.training.device import CPU, autocast
-from lp_pipe.training.forward_writes import writers
+from lp_pipe.training.forward_writes import layers_with_max_norm
 from lp_pipe.training.rng import backward_place, step_rng
 
 EVALUATION = -1  # in place of a step's number
@@ -113,7 +113,10 @@ class Stage(NamedLayers):
             layer.to(device)
         self._tied = tied
         self._buffers = WrittenBuffers(layers, first_layer, shared_buffers, is_asynchronous=is_asynchronous)
-        self._runs = [self._prepared(r) for r in runs_of(recompute, first_layer, layers, writers(layers, first_layer))]
+        self._runs = [
+            self._prepared(r)
+            for r in runs_of(recompute, first_layer, layers, layers_with_max_norm(layers, first_layer))
+        ]
         self._storage = StageStorage(layers)
         self._phony = phony()
         self.activation_stash: dict[int, ActivationStash] = {}
