@@ -1,10 +1,10 @@
-"""A name at setup, an endpoint after the launcher has bound it."""
+"""The address of a server: a name at setup, "host:port" in a running node."""
 
 import re
 import uuid
 from typing import Protocol
 
-from lp_pipe.context import context
+from lp_pipe.context import current_context
 
 _NAME = re.compile(r"[a-z][a-z0-9]*")
 
@@ -15,7 +15,7 @@ class _Owner(Protocol):
 
 
 class Address:
-    """Where a server of the program will listen.
+    """A place where a server of the program will listen.
 
     A CourierNode owns one for its calls. For a server of your own, create an Address, `assign` it to the node
     that will listen on it, and `resolve` it inside any node to "host:port".
@@ -44,16 +44,25 @@ class Address:
     def resolve(self) -> str:
         """Return "host:port", with the port reserved for this program and free to bind.
 
+        Every node gets the same answer. Nothing but the server of the owner's code may listen there.
+
         Raises:
-            RuntimeError: outside a launched program, or the address was never assigned to a node.
+            RuntimeError: the address was never assigned to a node, this is no running node, or no port is free.
         """
-        return context().services.reserve_port(self.id)
+        node = current_context()
+        if node is not None:
+            return node.services.reserve_port(self.id)
+        if self._owner is None:
+            raise RuntimeError(
+                f"{self!r} must be assigned before launch to the node that will listen there: call address.assign(node)"
+            )
+        raise RuntimeError(f"{self!r}.resolve() only works inside a running node of a launched program")
 
     def __repr__(self) -> str:
         return f"Address({self.name or self.id})"
 
     def __getstate__(self) -> dict[str, object]:
-        # The owner stays behind: an address travels to many nodes, and must not drag its server's arguments along.
+        # Without the owner: an address is sent to many nodes, and must not take its server's arguments along.
         return {"name": self.name, "id": self.id, "_owner": None}
 
 

@@ -6,9 +6,11 @@ import socket
 import threading
 from typing import Any
 
+import portpicker
 import pytest
 
 import lp_pipe as lp
+from lp_pipe.launch.coordination.ports import Ports
 
 WITHIN_S = 20.0
 
@@ -65,6 +67,25 @@ def test_every_node_resolves_to_the_same_port_and_addresses_differ(mode: str) ->
     assert two.name == "b2"
 
 
+def test_ports_come_from_portpicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    # portpicker asks the host's port server, if it has one: other programs there are not given the same port.
+    picked = iter([50001, 50001, 50002])  # the first port is not bound yet when the second one is picked
+    monkeypatch.setattr(portpicker, "pick_unused_port", lambda: next(picked))
+    ports = Ports("::1")
+    assert [ports.reserve(address) for address in ("one", "two", "one")] == [
+        "[::1]:50001",
+        "[::1]:50002",
+        "[::1]:50001",
+    ]
+
+    def pick_none() -> int:
+        raise portpicker.NoFreePortFoundError
+
+    monkeypatch.setattr(portpicker, "pick_unused_port", pick_none)
+    with pytest.raises(RuntimeError, match="::1"):
+        ports.reserve("three")
+
+
 @pytest.mark.parametrize("name", ["", "A", "1a", "a_b", "a-b", "a b", "ä"])
 def test_names_are_lower_case_letters_then_digits(name: str) -> None:
     with pytest.raises(ValueError, match=r"\[a-z\]\[a-z0-9\]\*"):
@@ -81,9 +102,12 @@ def test_an_address_belongs_to_one_node() -> None:
 
 
 def test_resolving_needs_a_launched_program_and_an_owner(mode: str) -> None:
-    address = lp.Address("web")
-    with pytest.raises(RuntimeError):
+    address, assigned = lp.Address("web"), lp.Address("port")
+    with pytest.raises(RuntimeError, match=r"^Address\(web\) must be assigned"):
         address.resolve()
+    assigned.assign(lp.PyNode(print))
+    with pytest.raises(RuntimeError, match=r"Address\(port\).* inside a running node"):
+        assigned.resolve()
     program = lp.Program("unassigned")
     program.add_node(lp.PyNode(lambda: address.resolve()), label="user")
     with pytest.raises(lp.NodeError, match="assign"):

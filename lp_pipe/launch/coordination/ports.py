@@ -1,14 +1,12 @@
 """Ports for servers that users bind themselves: reserved before the server exists, by address."""
 
-import socket
 import threading
-from collections.abc import Iterable
 
 from lp_pipe.connections.tcp_endpoint import bracketed
 
 
 class Ports:
-    """Thread-safe. host: the address of this host that the ports are of."""
+    """The ports of one host. Thread-safe. host: the address of this host that users' servers are reached at."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._host = host
@@ -16,18 +14,23 @@ class Ports:
         self._lock = threading.Lock()
 
     def reserve(self, address: str) -> str:
-        """A "host:port" that nobody uses, the same for every asker."""
+        """Return a "host:port" that no server uses, the same for every call with this address.
+
+        Raises:
+            RuntimeError: no port is free.
+        """
         with self._lock:
             if address not in self._reserved:
-                self._reserved[address] = _free_port(self._host, self._reserved.values())
+                self._reserved[address] = f"{bracketed(self._host)}:{self._unused_port()}"
             return self._reserved[address]
 
+    def _unused_port(self) -> int:
+        import portpicker  # most programs need no port before its server exists
 
-def _free_port(host: str, taken: Iterable[str]) -> str:
-    while True:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-            port = int(probe.getsockname()[1])
-        found = f"{bracketed(host)}:{port}"
-        if found not in taken:
-            return found
+        taken = {int(reserved.rpartition(":")[2]) for reserved in self._reserved.values()}
+        try:
+            while (port := int(portpicker.pick_unused_port())) in taken:  # the server of an earlier one has not begun
+                pass
+        except portpicker.NoFreePortFoundError as error:
+            raise RuntimeError(f"no TCP port of host {self._host} is free") from error
+        return port

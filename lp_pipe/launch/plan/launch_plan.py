@@ -48,7 +48,7 @@ class LaunchPlan:
         """
         if address not in self.owners:
             raise RuntimeError(
-                f"an address belongs to no node of program {self.program!r}: call address.assign(node) before launch"
+                f"an address must be assigned to a node of program {self.program!r} before launch: address.assign(node)"
             )
         return self.owners[address]
 
