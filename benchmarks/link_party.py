@@ -1,4 +1,4 @@
-"""One of two plain processes that train together over a link: as a pipeline of two stages, or each on all layers.
+"""A party of two plain processes that train over a link: as a pipeline of two stages, or each on all layers.
 
     python -m benchmarks.link_party < job
 
@@ -29,7 +29,7 @@ PORT = 7000  # the namespaces are new, so it is free
 
 
 class Job(NamedTuple):
-    """units: sleeps of each layer; weights: numbers in each one's parameter; cut: the second stage's first layer."""
+    """The sizes of a model. units: sleeps of each layer; weights: numbers in a parameter; cut: where stage 1 begins."""
 
     rank: int
     kind: str
@@ -45,7 +45,7 @@ class Job(NamedTuple):
 
 
 class Weighty(nn.Module):
-    """Has many parameters, and computes next to nothing with them; sleeps for that."""
+    """A layer with many parameters that computes next to nothing with them; it sleeps instead."""
 
     def __init__(self, seconds: float, weights: int) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class Weighty(nn.Module):
 
 
 def layers(units_s: list[float], weights: int) -> list[nn.Module]:
-    """All of the model; the first one also makes its input want a gradient."""
+    """Return the whole model, whose first layer also makes its input want a gradient."""
     first = nn.Sequential(Start(), Weighty(units_s[0], weights))
     return [first, *(Weighty(seconds, weights) for seconds in units_s[1:])]
 
 
 def pipeline_step(job: Job) -> Callable[[int], None]:
-    """One step of 1F1B; the other stage is at the other end of the link."""
+    """Run one step of 1F1B; the other stage is at the other end of the link."""
     use_credentials(Credentials.from_bytes(base64.b64decode(job.credentials)))
     hub = ChannelHub(f"tls:{job.addresses[job.rank]}:{PORT}", f"stages/{job.rank}")
     names = ("activations", "gradients")
@@ -101,7 +101,7 @@ def pipeline_step(job: Job) -> Callable[[int], None]:
 
 
 def data_parallel_step(job: Job) -> Callable[[int], None]:
-    """As many micro-batches, half of them here, with an all-reduce after each."""
+    """Run as many micro-batches, half of them here, with an all-reduce after each."""
     model = nn.Sequential(*layers(job.units_s, job.weights))
     x, target = torch.ones(job.rows, job.width), torch.ones(job.rows, 1)
     _wait_for_the_other()

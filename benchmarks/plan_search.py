@@ -1,4 +1,4 @@
-"""How long plans take to find, on models that the published optimizer is slow at, and whether they are the best.
+"""The time that searches of plans take, on models that the published optimizer is slow at, and their quality.
 
 Times are of this process's CPU. `published_optimizer` runs PipeDream's beside it, where there is a checkout of it.
 """
@@ -26,7 +26,7 @@ GOALS_S = {
 
 
 def figures(brute_force_cases: int, *, is_quick: bool) -> dict[str, Any]:
-    """Every case's seconds, plan and gap; how often brute force has found a better plan."""
+    """Return every case's seconds, plan and gap, and how often brute force has found a better plan."""
     flat = pp.Topology([pp.Level("device", 64, bandwidth=10.0)])
     nested = pp.Topology([pp.Level("device", 4, bandwidth=10.0), pp.Level("host", 4, bandwidth=1.0)])
     long = chain(100 if is_quick else 1000)
@@ -43,7 +43,7 @@ def figures(brute_force_cases: int, *, is_quick: bool) -> dict[str, Any]:
 
 
 def _least_memory(profile: pp.Profile, topology: pp.Topology) -> float:
-    """Bytes of a device that a plan needs for 1F1B, as `partition` counts them."""
+    """Return the bytes of a device that a plan needs for 1F1B, as `partition` counts them."""
     memory = Memory(0.0, 2.0, "1f1b", "none", 8)
     return min_memory(states_of(profile, "none", 0), memory, topology.devices, topology.devices).most
 
@@ -75,7 +75,7 @@ def _against_brute_force(cases: int) -> dict[str, Any]:
 
 
 def _small(draw: random.Random) -> pp.Profile:
-    """A random DAG of up to five layers."""
+    """Return a random DAG of up to five layers."""
     names = [f"l{i}" for i in range(draw.randint(1, 5))]
     layers = tuple(pp.LayerProfile(name, *(float(draw.randint(0, 8)) for _ in range(4))) for name in names)
     pairs = [(a, b) for j, b in enumerate(names) for a in names[:j]]
@@ -83,12 +83,12 @@ def _small(draw: random.Random) -> pp.Profile:
 
 
 def chain(layers: int) -> pp.Profile:
-    """Layers that take, send and hold what chance says."""
+    """Return layers with random seconds and bytes."""
     return _profile(layers, None)
 
 
 def resnet_50() -> pp.Profile:
-    """Its 177 layers: 16 blocks of ten, of which four have two more beside them, and what is before and behind."""
+    """Return its 177 layers: 16 blocks of ten, of which four have two more beside them, and the layers around them."""
     edges: list[tuple[int, int]] = []
     last = _run(edges, None, 0, 4)
     end = 4
@@ -108,7 +108,7 @@ def resnet_50() -> pp.Profile:
 
 
 def branches(lengths: Sequence[int], modules: int) -> pp.Profile:
-    """Modules of branches side by side, each joined by one layer, as Inception has them."""
+    """Return modules of branches side by side, each joined by one layer, as Inception has them."""
     edges: list[tuple[int, int]] = []
     last, end = 0, 1
     for _ in range(modules):
@@ -122,7 +122,7 @@ def branches(lengths: Sequence[int], modules: int) -> pp.Profile:
 
 
 def towers(lengths: Sequence[int], trunk: int) -> pp.Profile:
-    """Chains that each start with a source of their own, joined by a last chain."""
+    """Return chains that each start with a source of their own, joined by a last chain."""
     edges: list[tuple[int, int]] = []
     ends, end = [], 0
     for length in lengths:
@@ -133,7 +133,7 @@ def towers(lengths: Sequence[int], trunk: int) -> pp.Profile:
 
 
 def _run(edges: list[tuple[int, int]], before: int | None, first: int, count: int) -> int:
-    """So many layers one behind the other; the last one."""
+    """Add so many layers one behind the other, and return the last one."""
     layers = range(first, first + count)
     edges += zip([*([before] if before is not None else []), *layers], layers[before is None :], strict=False)
     return layers[-1]

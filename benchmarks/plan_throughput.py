@@ -32,7 +32,7 @@ _WARMUP_STEPS = 2
 
 
 class Case(NamedTuple):
-    """A model in layers, how many stages it is cut into, and the size of its batches. busy: as in pp.profile."""
+    """A model in layers, its number of stages, and the size of its batches. busy: as in pp.profile."""
 
     layers: tuple[pp.Layer, ...]
     stages: int
@@ -53,12 +53,12 @@ class Case(NamedTuple):
         return list(itertools.combinations(range(1, len(self.layers)), self.stages - 1))
 
     def equal_cut(self) -> tuple[int, ...]:
-        """As many layers in each stage as in the others, more or less."""
+        """Return cuts with as many layers in each stage as in the others, more or less."""
         return tuple(round(len(self.layers) * stage / self.stages) for stage in range(1, self.stages))
 
 
 class Block(nn.Module):
-    """[B, D] -> [B, D], with an inner width of its own."""
+    """A layer [B, D] -> [B, D], with an inner width of its own."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 def cases(*, is_quick: bool) -> dict[str, Case]:
-    """A few layers take most of the time, so that equal numbers of layers are far from equal stages."""
+    """Return layers of which a few take most of the time, so that equal numbers of layers are far from equal stages."""
     unit_s = 0.001 if is_quick else 0.003
     sleeps, stages = ([1, 3], 2) if is_quick else ([1, 1, 1, 4, 4], 3)
     inner = [256, 64, 64] if is_quick else [1536, 768, 768, 128, 128, 128]
@@ -83,7 +83,7 @@ def cases(*, is_quick: bool) -> dict[str, Case]:
 
 
 class Feeder:
-    """The same batch in every step."""
+    """A feeder of the same batch in every step."""
 
     def __init__(self, case: Case) -> None:
         self._batch = case.batch()
@@ -94,7 +94,7 @@ class Feeder:
 
 @contextlib.contextmanager
 def launched(case: Case, stages: Sequence[int], run_dir: str) -> Iterator[pp.PipelineClient]:
-    """The model as a pipeline with this cut."""
+    """Return the model as a pipeline with this cut."""
     program = lp.Program("bench_plan")
     feeder = program.add_node(lp.CourierNode(Feeder, case), label="feeder")
     pipeline = pp.add_pipeline(
@@ -105,7 +105,7 @@ def launched(case: Case, stages: Sequence[int], run_dir: str) -> Iterator[pp.Pip
 
 
 def profiled(case: Case, busy: int) -> pp.Profile:
-    """Of one micro-batch."""
+    """Return the seconds of one micro-batch."""
     sample_input, sample_target = (part.chunk(case.microbatches)[0] for part in case.batch())
     return pp.profile(case.model(), sample_input, sample_target, busy=busy)
 
@@ -117,7 +117,7 @@ def planned_cut(case: Case, profile: pp.Profile) -> tuple[int, ...]:
 
 
 def predicted_s(case: Case, profile: pp.Profile, cut: Sequence[int]) -> float:
-    """A step, as `partition` predicts it for its plan."""
+    """Return the seconds of a step, as `partition` predicts it for its plan."""
     ends = itertools.pairwise([0, *cut, len(profile.layers)])
     stages = [
         StageTiming(
@@ -133,7 +133,7 @@ def predicted_s(case: Case, profile: pp.Profile, cut: Sequence[int]) -> float:
 
 
 def figures_of(case: Case, steps: int, rounds: int) -> dict[str, Any]:
-    """The plan, the steps of all cuts, and the ratios that have goals."""
+    """Return the plan, the steps of all cuts, and the ratios that have goals."""
     profile = profiled(case, case.busy)
     ours = planned_cut(case, profile)
     taken: dict[tuple[int, ...], list[float]] = {cut: [] for cut in {*case.cuts(), ours, case.equal_cut()}}
@@ -168,7 +168,7 @@ def figures_of(case: Case, steps: int, rounds: int) -> dict[str, Any]:
 
 
 def _turn(client: pp.PipelineClient, steps: int) -> float:
-    """Seconds of a step, the median of some."""
+    """Return the median seconds of a step, of some steps."""
     started = time.monotonic()
     took = []
     for _ in client.steps(steps):
@@ -179,7 +179,7 @@ def _turn(client: pp.PipelineClient, steps: int) -> float:
 
 
 def _ratios(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
-    """How many times faster ours is, round by round; "best": of the fastest rounds, which nobody disturbed."""
+    """Return how many times faster ours is, round by round; "best": in the fastest, undisturbed rounds."""
     ratios = spread(above / below for above, below in zip(theirs, ours, strict=True))
     return {**ratios, "best": min(theirs) / min(ours)}
 

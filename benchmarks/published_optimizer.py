@@ -37,7 +37,7 @@ Case = tuple[pp.Profile, pp.Topology]
 
 @dataclass(frozen=True)
 class Found:
-    """What a search took and found.
+    """The result of a search, and what it took.
 
     slowest_s: by our cost model; None: there is no plan of all layers. says_s: as the search has it.
     note: why there is none, or in what it is not like the other.
@@ -52,7 +52,7 @@ class Found:
 
 
 def cases(*, is_quick: bool) -> dict[str, Case]:
-    """The first is nearly all start-up of the two processes."""
+    """Return the cases, of which the first is nearly all start-up of the two processes."""
     vgg16 = pp.Profile.from_pipedream(_VGG16)
     four = pp.Level("device", 4, bandwidth=1e10)
     one_level = pp.Topology([pp.Level("device", 8, bandwidth=10.0)])
@@ -76,7 +76,7 @@ def cases(*, is_quick: bool) -> dict[str, Case]:
 
 
 def figures(checkout: pathlib.Path, wanted: Mapping[str, Case]) -> dict[str, Any]:
-    """Every case's layers, and what each of both has found."""
+    """Return every case's layers, and the result of either optimizer."""
     found = {}
     for name, (profile, topology) in wanted.items():
         with tempfile.TemporaryDirectory() as kept:
@@ -105,7 +105,7 @@ def _ours(folder: pathlib.Path, topology: pp.Topology) -> Found:
 
 
 def theirs(checkout: pathlib.Path, folder: pathlib.Path, profile: pp.Profile, topology: pp.Topology) -> Found:
-    """What PipeDream's optimizer finds for the folder's graph.txt, which is this profile."""
+    """Return what PipeDream's optimizer finds for the folder's graph.txt, which is this profile."""
     folder_of_script = checkout.resolve() / SCRIPT.parent  # it imports by a path relative to that
     printed, cpu_s, problem = _run([SCRIPT.name, *_options(folder, topology)], folder_of_script)
     if problem:
@@ -127,7 +127,10 @@ def theirs(checkout: pathlib.Path, folder: pathlib.Path, profile: pp.Profile, to
 
 
 def _options(folder: pathlib.Path, topology: pp.Topology) -> list[str]:
-    """A compression of 1 has it count transfers. With a memory limit it may not leave devices idle: it fails then."""
+    """Return the options of its script.
+
+    A compression of 1 has it count transfers. With a memory limit it may not leave devices idle: it fails then.
+    """
     counts = [str(level.count) for level in topology.levels]
     bandwidths = [str(level.bandwidth) for level in topology.levels]
     memory = ["--use_memory_constraint", "-s", str(topology.memory)]
@@ -139,7 +142,7 @@ def _options(folder: pathlib.Path, topology: pp.Topology) -> list[str]:
 
 
 def _run(arguments: Sequence[str], folder: pathlib.Path) -> tuple[str, float, str]:
-    """What Python prints that runs it, its CPU seconds, and why it has failed."""
+    """Return what a Python script prints, its CPU seconds, and why it has failed."""
     before = _children_s()
     command = [sys.executable, *arguments]
     try:
@@ -156,7 +159,7 @@ def _children_s() -> float:
 
 
 def _unexplored(printed: str, profile: pp.Profile) -> str:
-    """Where its states are not all places to cut: of several sources it starts at the first only."""
+    """Say where its states are not all places to cut: of several sources it starts at the first only."""
     states = states_of(profile, "none", _MOST_CUTS)
     explored = re.search(r"Total number of states: (\d+)", printed)
     if explored is None or not states.is_complete or int(explored[1]) == states.count - 1:
@@ -165,13 +168,13 @@ def _unexplored(printed: str, profile: pp.Profile) -> str:
 
 
 def _above_memory(plan: pp.Plan, profile: pp.Profile, topology: pp.Topology) -> str:
-    """By our count, with what an optimizer keeps."""
+    """Say how much memory its plan needs by our count, with what an optimizer keeps, if that is too much."""
     needed = fullest(plan, profile, _WITH_MEMORY, 2.0, 8)
     return f"needs {needed / 1e9:.1f} GB" if topology.memory is not None and needed > topology.memory else ""
 
 
 def show(figures: dict[str, Any]) -> None:
-    """Ratios only where both have done the same work."""
+    """Show a table, with ratios only where both have done the same work."""
     rows = []
     for name, case in figures.items():
         our, their = case["ours"], case["theirs"]

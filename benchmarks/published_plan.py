@@ -22,13 +22,13 @@ _STAGES = "(Split start, split end) / compute time taken per stage / replication
 
 
 def stages_of_layers(graph: str) -> dict[str, int]:
-    """The number of each layer's stage; layers that it has forgotten have none."""
+    """Return the number of each layer's stage; layers that it has forgotten have none."""
     parts = (line.split(" -- ") for line in graph.splitlines() if not line.startswith("\t"))
     return {part[0]: int(part[3].removeprefix("stage_id=")) for part in parts if len(part) == 4}
 
 
 def nested(printed: str, stage_of: Mapping[str, int], profile: Profile) -> tuple[Stage, ...]:
-    """The stages of the outermost level, each with those inside."""
+    """Return the stages of the outermost level, each with those inside."""
     levels = [_replicas(text) for text in re.split(r"(?m)^Level \d+$", printed)[1:]]
     members: dict[int, set[int]] = {}
     for place, layer in enumerate(profile.layers):
@@ -37,7 +37,7 @@ def nested(printed: str, stage_of: Mapping[str, int], profile: Profile) -> tuple
 
 
 def flat(stages: Sequence[Stage], profile: Profile, slowest_s: float) -> Plan:
-    """The innermost stages, with their replicas over all levels, as a plan."""
+    """Return the innermost stages, with their replicas over all levels, as a plan."""
     layers = profile.layers
     planned = (
         PlannedStage(tuple(layers[place].name for place in sorted(stage.end - stage.start)), replicas, 0.0)
@@ -47,7 +47,7 @@ def flat(stages: Sequence[Stage], profile: Profile, slowest_s: float) -> Plan:
 
 
 def _replicas(level: str) -> Iterator[list[int]]:
-    """Of each list of stages."""
+    """Yield the replicas of each list of stages."""
     for text in level.split(_STAGES)[1:]:
         yield [int(replicas) for replicas in re.findall(r"(?m)^\(\d+, \d+\) \S+ (\d+)$", text)]
 

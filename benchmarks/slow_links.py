@@ -36,7 +36,7 @@ _ROWS, _WIDTH = 8, 512
 
 
 def figures(*, is_quick: bool) -> dict[str, Any]:
-    """By link what was planned, predicted and measured; or why it could not be run."""
+    """Return what was planned, predicted and measured by link, or why it could not be run."""
     problem = namespaces.why_not()
     if problem:
         return {"skipped": problem}
@@ -89,7 +89,7 @@ def _on_link(
 
 
 def _measured(hosts: Sequence[Host], kind: str, cut: int, microbatches: int, steps: int) -> dict[str, Any]:
-    """Seconds of a micro-batch in each step, and bytes that each host has sent for one."""
+    """Return the seconds of a micro-batch in each step, and the bytes that each host has sent for one."""
     job = Job(
         rank=0,
         kind=kind,
