@@ -102,13 +102,13 @@ def test_another_terminal_sees_and_stops_a_run_on_several_hosts(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--hosts=a,b"], "--hosts is for several hosts: add --mode=multi_host"),
-        (["--mode=multi_host", "--engine=nomad"], "unknown engine 'nomad'; known are local, ssh, manual"),
-        (["--mode=multi_host", "--engine-option=x"], "--engine-option=x: write NAME=VALUE"),
-        (["--join-timeout=0"], "--join-timeout is for several hosts: add --mode=multi_host"),
+        (["--hosts=a,b"], "--hosts .*--mode=multi_host"),
+        (["--mode=multi_host", "--engine=nomad"], "unknown engine 'nomad'.* local, ssh, manual"),
+        (["--mode=multi_host", "--engine-option=x"], "--engine-option=x.*NAME=VALUE"),
+        (["--join-timeout=0"], "--join-timeout .*--mode=multi_host"),
         (["--elastic=1:2"], "add --mode=multi_host"),
-        (["--mode=multi_host", "--elastic=4"], "'4' is no number of hosts: write MIN:MAX, such as 2:4"),
-        (["--mode=multi_host", "--elastic=1:2", "--dry-run"], "--elastic and --dry-run do not go together"),
+        (["--mode=multi_host", "--elastic=4"], "'4'.*MIN:MAX"),
+        (["--mode=multi_host", "--elastic=1:2", "--dry-run"], "--elastic .*--dry-run"),
         (["--mode=multi_host", "--elastic=1:2"], "needs a function that takes the number of hosts"),
     ],
 )
@@ -116,7 +116,7 @@ def test_options_that_make_no_sense_are_wrong_usage(
     flags: list[str], said: str, target: str, brief_command: Command
 ) -> None:
     done = brief_command("launch", target, *flags)
-    assert done.returncode == 2 and said in done.stderr
+    assert done.returncode == 2 and re.search(said, done.stderr)
 
 
 def test_what_no_host_has_is_said_before_anything_starts(target: str, command: Command) -> None:

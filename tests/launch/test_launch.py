@@ -485,7 +485,7 @@ def test_a_stop_handler_that_outlasts_the_grace_is_not_cut_off_in_silence(
     (tmp_path / "release").touch()
     assert (tmp_path / "begun").exists()
     if mode == "thread":
-        assert re.search(r"(?s)node saver/0: its stop handlers did not end.*in save\n", caplog.text)
+        assert re.search(r"(?s)node saver/0: stop handlers did not end.*in save\n", caplog.text)
     else:
         assert "did not end within the grace of 0.3 s after the stop: saver/0" in caplog.text
 
