@@ -28,7 +28,7 @@ def load_planned(arguments: argparse.Namespace, program_flags: Sequence[str]) ->
             raise UsageError(f"--plan-group={arguments.plan_group} needs --plan=FILE")
         return load_program(arguments.target, program_flags)
     from lp_pipe.pipeline.partitioning.plan import Plan  # numpy is slow to load
-    from lp_pipe.pipeline.plan_in_place import plan_in_place
+    from lp_pipe.pipeline.planned import plan_in_place
 
     try:
         with plan_in_place(Plan.load(arguments.plan), arguments.plan, arguments.plan_group) as place:

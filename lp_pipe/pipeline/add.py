@@ -24,8 +24,7 @@ from lp_pipe.pipeline.layers.skips import layer_sources, skip_edges
 from lp_pipe.pipeline.layers.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
 from lp_pipe.pipeline.layout import layout_of, sufficient_credits
 from lp_pipe.pipeline.partitioning.plan import Plan
-from lp_pipe.pipeline.plan_in_place import errors_of_plan, plan_for
-from lp_pipe.pipeline.planned import notes, planned_host, replica_seconds
+from lp_pipe.pipeline.planned import errors_of_plan, notes, plan_for, planned_host, replica_seconds
 from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.schedule.numbers_given import as_float, as_int, is_count
 from lp_pipe.pipeline.schedule.registry import registered

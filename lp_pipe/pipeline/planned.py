@@ -1,15 +1,23 @@
-"""The options that a plan sets in `add_pipeline`: cuts, replicas, and schedule and recompute by default."""
+"""A plan in `add_pipeline`: the options that it sets, and a plan that replaces a program's own stages.
 
-from collections.abc import Sequence
+The latter is `lp_pipe launch --plan`: it applies while the program is built.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lp_pipe.errors import PartitionError
+from lp_pipe.errors import LpPipeError, PartitionError, ScheduleError
 from lp_pipe.pipeline.compute.recompute_option import FullStages, Recompute
 from lp_pipe.pipeline.layers.model_names import layer_names
 from lp_pipe.pipeline.partitioning.plan import Plan, PlannedStage
 from lp_pipe.pipeline.partitioning.reasons import seconds
 from lp_pipe.pipeline.schedule import Schedule, default_chunks
+from lp_pipe.program import Program
+from lp_pipe.resources import Resources
 
 
 class Planned(NamedTuple):
@@ -88,3 +96,125 @@ def _recompute(plan: Plan, cuts: Sequence[int]) -> Recompute:
     if len(full) in (0, len(firsts)):
         return "full" if full else "none"
     return FullStages(frozenset(full))
+
+
+_current: ContextVar["PlanInPlace | None"] = ContextVar("plan_in_place", default=None)
+
+
+@dataclass
+class PlanInPlace:
+    """A plan for a pipeline of the program that is being built.
+
+    source: the plan's file, for errors.
+    group: of the pipeline; None: the program's only one.
+    pipelines: those that were added so far, each as its program and group.
+    refusal: why a pipeline could not take the plan.
+    differences: fields of the plan that do not count, since the program decides them itself.
+    """
+
+    plan: Plan
+    source: str
+    group: str | None = None
+    pipelines: list[tuple[Program, str]] = field(default_factory=list)
+    refusal: PartitionError | None = None
+    differences: list[tuple[Program, str]] = field(default_factory=list)
+
+    def refuse(self, problem: object) -> PartitionError:
+        """Return the error to raise, which names the source; it is kept, since the program's own code may wrap it."""
+        self.refusal = PartitionError(f"{self.source}: {problem}")
+        return self.refusal
+
+    def compare(
+        self, program: Program, schedule: object, recompute: object, microbatches: int, resources: Resources | None
+    ) -> None:
+        """Note where the program's own options, which come first, differ from the plan.
+
+        None leaves an option to the plan.
+        """
+        own = getattr(schedule, "name", schedule)
+        if self.plan.schedule is not None and own not in (None, self.plan.schedule):
+            self._differ(program, "schedule", self.plan.schedule, own)
+        if recompute not in (None, "full") and any(stage.recompute == "full" for stage in self.plan.stages):
+            self._differ(program, "stages: recompute", "full", recompute)
+        if self.plan.microbatches not in (None, microbatches):
+            self._differ(program, "microbatches", self.plan.microbatches, microbatches)
+        if resources is not None and resources.says_where and any(stage.hosts for stage in self.plan.stages):
+            text = f"stages: hosts: the program itself chooses the hosts, by {resources}, which comes first"
+            self.differences.append((program, f"{self.source}: {text}"))
+
+    def _differ(self, program: Program, what: str, planned: object, own: object) -> None:
+        text = f"{what}: the program's {own!r} comes first, not the plan's {planned!r}: the plan's memory and times are"
+        self.differences.append((program, f"{self.source}: {text} predicted for that"))
+
+    def unused(self, program: Program) -> list[str]:
+        """Return the fields of the plan that the program decides otherwise."""
+        return [text for one, text in self.differences if one is program]
+
+    def groups(self, program: Program) -> list[str]:
+        """Return the groups of the program's pipelines."""
+        return [group for one, group in self.pipelines if one is program]
+
+    def check(self, program: Program) -> None:
+        """Refuse a finished program none of whose pipelines has taken the plan.
+
+        Raises:
+            PartitionError: the program has no pipeline, or none in the plan's group.
+        """
+        groups = self.groups(program)
+        if not groups:
+            raise self.refuse("no pipeline to plan: the program has not called pp.add_pipeline while it was built")
+        if self.group is not None and self.group not in groups:
+            raise self.refuse(
+                f"group {self.group!r} is no pipeline of the program: its pipelines are in {', '.join(groups)}"
+            )
+
+
+@contextmanager
+def plan_in_place(plan: Plan, source: str, group: str | None = None) -> Iterator[PlanInPlace]:
+    """Let a pipeline that this thread adds to a program in the body have the plan's stages and replicas."""
+    place = PlanInPlace(plan, source, group)
+    token = _current.set(place)
+    try:
+        yield place
+    finally:
+        _current.reset(token)
+
+
+def plan_for(program: Program, group: str) -> PlanInPlace | None:
+    """Return the plan for the pipeline of that group, which is being added; None: it has to use its own stages.
+
+    Raises:
+        PartitionError: the plan could also be for an earlier pipeline of the program.
+    """
+    place = _current.get()
+    if place is None:
+        return None
+    place.pipelines.append((program, group))
+    groups = place.groups(program)
+    if groups.count(group) > 1 and place.group in (None, group):
+        raise place.refuse(
+            f"the program has several pipelines in group {group!r}, and the plan could be for any of them: give each "
+            "its own group, add_pipeline(..., group=...), and choose one (--plan-group)"
+        )
+    if place.group is None and len(groups) > 1:
+        raise place.refuse(
+            f"the program has several pipelines, in the groups {', '.join(groups)}, and the plan could be for any of "
+            "them: choose one (--plan-group)"
+        )
+    return place if place.group in (None, group) else None
+
+
+@contextmanager
+def errors_of_plan(place: PlanInPlace | None, group: str) -> Iterator[None]:
+    """Turn errors about the stages that are made in the body into errors of the plan.
+
+    Raises:
+        PartitionError: the error of the body, with the plan's file, the field and the group.
+    """
+    try:
+        yield
+    except LpPipeError as error:
+        if place is None:
+            raise
+        field = "schedule" if isinstance(error, ScheduleError) else "stages"
+        raise place.refuse(f"{field}: {error} (pipeline of group {group!r})") from error

@@ -15,7 +15,7 @@ from lp_pipe.errors import CheckpointError, PipelineError
 from lp_pipe.pipeline.saving.contents import ENTRY, Manifest
 from lp_pipe.pipeline.saving.dcp_reading import SavedFolder
 from lp_pipe.pipeline.saving.dcp_writing import WholePlan
-from lp_pipe.training.loss_scale import LossScale
+from lp_pipe.training.gradients import LossScale
 from lp_pipe.training.share_file import EntryKey, Share
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
-from lp_pipe.training.loss_scale import LossScale
+from lp_pipe.training.gradients import LossScale
 from tests.pipeline.plain_loop import (
     D,
     PlainLoop,

@@ -29,8 +29,7 @@ from lp_pipe.pipeline.worker.same_target import glance
 from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Task, Wanted
 from lp_pipe.pipeline.worker.training import Update
 from lp_pipe.rpc.remote_error import headline
-from lp_pipe.training.gradients import total_norm
-from lp_pipe.training.loss_scale import LossScale
+from lp_pipe.training.gradients import LossScale, total_norm
 
 _log = logging.getLogger(__name__)
 

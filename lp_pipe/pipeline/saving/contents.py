@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lp_pipe.errors import CheckpointError
 from lp_pipe.pipeline.results import StepResult
-from lp_pipe.training.loss_scale import LossScale
+from lp_pipe.training.gradients import LossScale
 from lp_pipe.training.share_file import EntryKey
 
 

@@ -27,8 +27,7 @@ from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Wanted
 from lp_pipe.pipeline.worker.written_parameters import CopiedParameters
 from lp_pipe.telemetry import positions
 from lp_pipe.training.device import autocast, to_host
-from lp_pipe.training.gradients import GradientNorm
-from lp_pipe.training.loss_scale import scaled
+from lp_pipe.training.gradients import GradientNorm, scaled
 from lp_pipe.training.rng import step_rng
 
 

@@ -17,8 +17,7 @@ from lp_pipe.pipeline.layers.optimizer_factories import make_optimizer, make_sch
 from lp_pipe.pipeline.saving.contents import Saved
 from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.private_torch import versions_of
-from lp_pipe.training.gradients import GradientNorm, dense, is_finite, norms_of
-from lp_pipe.training.loss_scale import unscale
+from lp_pipe.training.gradients import GradientNorm, dense, is_finite, norms_of, unscale
 from lp_pipe.training.optimizer_state import (
     OfParameter,
     refuse_hidden_state,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.layers.repeated_blocks import repeated_blocks
+from lp_pipe.pipeline.layers.splitting import repeated_blocks
 
 D = 8
 
