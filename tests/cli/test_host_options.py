@@ -72,8 +72,43 @@ def test_a_dry_run_for_a_cluster_prints_the_manifest_below_the_places(target: st
     assert [one["kind"] for one in (secret, service, job)] == ["Secret", "Service", "Job"]
     assert secret["stringData"] == {"secret": "LEFT-OUT"} and job["spec"]["completions"] == 2
     assert job["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == 1000
+    assert "--transport" not in manifest
+    over_grpc = brief_command("launch", target, *flags, "--transport=grpc", "--dry-run").stdout
+    assert "--transport" in over_grpc
     refused = brief_command("launch", target, *flags[:2], "--hosts=2", "--dry-run")
     assert refused.returncode == 3 and "engine 'kubernetes': image" in refused.stderr
+
+
+CARRIERS = """
+import sys
+import lp_pipe as lp
+
+class Server:
+    def carriers(self):
+        return [name for name in ("grpc_stream", "tls") if f"lp_pipe.connections.{name}" in sys.modules]
+
+def ask(server):
+    print("carriers:", *server.carriers())
+    lp.stop()
+
+def make_program(num_hosts: int = 2):
+    program = lp.Program("carriers")
+    server = program.add_node(lp.CourierNode(Server), label="server")
+    program.add_node(lp.PyNode(ask, server), label="asking")
+    return program
+"""
+
+
+@pytest.mark.slow
+def test_elastic_and_resumed_runs_use_the_transport_as_well(folder: Path, command: Command) -> None:
+    (folder / "carriers.py").write_text(CARRIERS)
+    flags = ["--mode=multi_host", "--transport=grpc", "--hosts=2"]
+    elastic = command("launch", "carriers.py:make_program", *flags, "--elastic=1:2")
+    assert "[asking/0] carriers: grpc_stream\n" in elastic.stdout, elastic.stderr
+    first = command("launch", "carriers.py", *flags, "--run-dir=first")
+    assert "[asking/0] carriers: grpc_stream\n" in first.stdout, first.stderr
+    resumed = command("launch", "--resume=first")
+    assert "[asking/0] carriers: grpc_stream\n" in resumed.stdout, resumed.stderr
 
 
 @pytest.mark.slow
