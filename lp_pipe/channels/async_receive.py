@@ -33,7 +33,7 @@ from lp_pipe.connections.routes import is_loopback
 PendingMemory = Future[Tensor]
 
 
-class Work(Protocol):
+class AsyncOperation(Protocol):
     """An operation in progress, like torch.distributed's Work."""
 
     def wait(self, timeout: timedelta, /) -> Any:
@@ -53,12 +53,14 @@ class ReceiveWaiter:
     def __init__(self, backend: str) -> None:
         self._backend = backend
         self._lock = threading.Lock()
-        self._works: SimpleQueue[tuple[Work, Tensor, PendingMemory] | Callable[[], None] | None] = SimpleQueue()
+        self._works: SimpleQueue[tuple[AsyncOperation, Tensor, PendingMemory] | Callable[[], None] | None] = (
+            SimpleQueue()
+        )
         self._pending: dict[int, PendingMemory] = {}
         self._reason: str | None = None
         self._thread: threading.Thread | None = None
 
-    def expect(self, work: Work, memory: Tensor) -> PendingMemory:
+    def expect(self, work: AsyncOperation, memory: Tensor) -> PendingMemory:
         """Return a future of the memory. It raises TransferError if the message will not arrive."""
         arrival: PendingMemory = Future()
         with self._lock:
@@ -114,7 +116,7 @@ class ReceiveWaiter:
             del item, work, memory, arrival  # frees the memory for reuse while this thread waits for the next message
 
 
-def _error_of(work: Work) -> str | None:
+def _error_of(work: AsyncOperation) -> str | None:
     try:
         work.wait(LIMIT)
     except RuntimeError as error:
@@ -142,7 +144,7 @@ class AsyncReceiver(TransportReceiver):
         self._give_up_timer: threading.Timer | None = None
 
     @abstractmethod
-    def _start(self, token: int, size: int, header: Any) -> tuple[Work, Tensor]:
+    def _start(self, token: int, size: int, header: Any) -> tuple[AsyncOperation, Tensor]:
         """Start to receive a message; return its operation, and the memory (uint8) that holds the bytes afterwards.
 
         Raises:

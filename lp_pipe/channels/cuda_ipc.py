@@ -27,7 +27,7 @@ from torch.multiprocessing import reductions
 from lp_pipe.channels import gpu
 from lp_pipe.channels.async_receive import SIZE, AsyncReceiver
 from lp_pipe.channels.base import Notify, TransferError, TransportSender
-from lp_pipe.channels.mixed import MixedReceiver, MixedSender
+from lp_pipe.channels.mixed_transport import MixedReceiver, MixedSender
 from lp_pipe.channels.packing import CPU, Layout, tensor_over
 from lp_pipe.channels.ring import RingReceiver, RingSender
 

@@ -54,7 +54,7 @@ class ChannelKind:
         return False
 
 
-class Inproc(ChannelKind):
+class InprocKind(ChannelKind):
     """Between threads of one process: copies pass by reference."""
 
     name = "inproc"
@@ -62,7 +62,7 @@ class Inproc(ChannelKind):
     carries_gpu = True
 
 
-class Shm(ChannelKind):
+class ShmKind(ChannelKind):
     """Between processes of one host, through slots of shared memory."""
 
     name = "shm"
@@ -74,7 +74,7 @@ class Shm(ChannelKind):
         return isinstance(connection, PulledConnection) and is_shm_supported()
 
 
-class CudaIpc(ChannelKind):
+class CudaIpcKind(ChannelKind):
     """The kind that "shm" becomes for tensors on a GPU: the receiver copies from the sender's GPU memory."""
 
     name = "cuda_ipc"
@@ -82,7 +82,7 @@ class CudaIpc(ChannelKind):
     carries_gpu = True
 
 
-class Stream(ChannelKind):
+class StreamKind(ChannelKind):
     """Through the channel's connection, whichever carrier it has; what "shm" becomes without shared memory."""
 
     name = "stream"
@@ -95,14 +95,14 @@ class Stream(ChannelKind):
         return is_readable and connection.can_begin_sending
 
 
-class Network(Stream):
+class NetworkKind(StreamKind):
     """Through a connection over TCP, also between two nodes of one host."""
 
     def sender_endpoint(self, endpoint: str) -> str:
         return run_endpoints.network_endpoint(endpoint) if endpoint.startswith(run_endpoints.HOSTS) else endpoint
 
 
-class Tls(Network):
+class TlsKind(NetworkKind):
     """Between hosts, over TLS 1.3 sockets."""
 
     name = "tls"
@@ -118,7 +118,7 @@ class Tls(Network):
         )
 
 
-class Grpc(Network):
+class GrpcKind(NetworkKind):
     """Over a gRPC stream, with mTLS between hosts."""
 
     name = "grpc"
@@ -129,14 +129,14 @@ class Grpc(Network):
         return f"{PLAIN}127.0.0.1:0#{secrets.token_hex(32)}"  # only processes that are told the endpoint know the token
 
 
-class Gloo(ChannelKind):
+class GlooKind(ChannelKind):
     """Over a connection of torch.distributed's gloo, for CPU tensors."""
 
     name = "gloo"
     is_encrypted = False
 
 
-class Nccl(ChannelKind):
+class NcclKind(ChannelKind):
     """Over NCCL, for tensors on GPUs."""
 
     name = "nccl"
@@ -145,7 +145,7 @@ class Nccl(ChannelKind):
     is_sent_by_thread = True
 
 
-_ALL = (Inproc(), Shm(), CudaIpc(), Stream(), Tls(), Grpc(), Gloo(), Nccl())
+_ALL = (InprocKind(), ShmKind(), CudaIpcKind(), StreamKind(), TlsKind(), GrpcKind(), GlooKind(), NcclKind())
 _BY_NAME = {kind.name: kind for kind in _ALL}
 _CHOSEN_HERE = ("cuda_ipc", "stream")  # `choose` makes these of others
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from lp_pipe.channels import gpu, libnccl
 from lp_pipe.channels.base import TransferError
 from lp_pipe.channels.channel_store import ChannelStore
-from lp_pipe.channels.mixed import MixedReceiver, MixedSender
+from lp_pipe.channels.mixed_transport import MixedReceiver, MixedSender
 from lp_pipe.channels.packing import Layout
 from lp_pipe.channels.rank_transport import RECEIVER, SENDER, RankBackend, RankReceiver, RankSender
 from lp_pipe.channels.stream import StreamReceiver, StreamSender

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lp_pipe.channels.async_receive import SIZE, AsyncReceiver, Work
+from lp_pipe.channels.async_receive import SIZE, AsyncOperation, AsyncReceiver
 from lp_pipe.channels.base import Notify, TransferError, TransportEnd, TransportSender
 from lp_pipe.channels.channel_store import CONNECT_PATIENCE_S, LIMIT, ChannelStore
 from lp_pipe.channels.packing import CPU, Layout, tensor_over
@@ -156,7 +156,7 @@ class RankSender(RankEnd, TransportSender):
     def __init__(self, backend: RankBackend) -> None:
         super().__init__(backend, SENDER)
         self._next = 0
-        self._sending: dict[int, tuple[Work, Tensor]] = {}
+        self._sending: dict[int, tuple[AsyncOperation, Tensor]] = {}
 
     def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
         token, size = self._next, layout.offsets[-1]
@@ -195,7 +195,7 @@ class RankReceiver(RankEnd, AsyncReceiver):
         RankEnd.__init__(self, backend, RECEIVER)
         AsyncReceiver.__init__(self, backend.name, backend.device)
 
-    def _start(self, token: int, size: int, header: Any) -> tuple[Work, Tensor]:
+    def _start(self, token: int, size: int, header: Any) -> tuple[AsyncOperation, Tensor]:
         with self.backend.receiving():
             memory = self.backend.empty(size)
             return self.group().recv([memory], SENDER, token % TAGS), memory
@@ -227,7 +227,7 @@ def _is_made(making: "Future[Any]") -> bool:
     return making.done() and making.exception() is None
 
 
-def arrives(work: Work, limit: timedelta = LIMIT) -> bool:
+def arrives(work: AsyncOperation, limit: timedelta = LIMIT) -> bool:
     """Wait for an operation; return False if it failed, for which the channel's connection has the reason."""
     try:
         work.wait(limit)

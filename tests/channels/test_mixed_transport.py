@@ -9,7 +9,7 @@ import torch
 
 from lp_pipe.channels import ChannelHub, Receiver, Sender, kinds, open_sender, packing, registry
 from lp_pipe.channels.gloo import GlooReceiver, GlooSender
-from lp_pipe.channels.mixed import MixedReceiver, MixedSender
+from lp_pipe.channels.mixed_transport import MixedReceiver, MixedSender
 from lp_pipe.channels.ring import RingReceiver, RingSender
 from lp_pipe.channels.stream import StreamReceiver, StreamSender
 from lp_pipe.errors import ChannelClosed
