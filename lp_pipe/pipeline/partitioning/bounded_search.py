@@ -69,13 +69,12 @@ class Devices(Protocol):
 
 
 class ChainStage(NamedTuple):
-    """A stage between two states, with the places before and after its devices are taken."""
+    """A stage between two states. source: the place before its devices are taken."""
 
     start: int
     end: int
     kind: Kind
     source: int
-    target: int
 
 
 class BoundedPlan(NamedTuple):
@@ -158,10 +157,8 @@ class BoundedSearch:
 
     def within(self, limit: float) -> list[ChainStage]:
         """Find stages of which none, and no side of a boundary, takes more seconds; empty where none are found."""
-        following = self._following(limit)
-        starts = _Starts(following, self._first_in_time(limit, 0.0), self._memory, len(self._states.crossing))
-        if self._memory is not None and self._memory.may_recompute:
-            starts.first_recomputed = self._first_in_time(limit, 0.0 if self._states.recomputes_all else 1.0)
+        following, first = self._following(limit), self._first_in_time(limit, 0.0)
+        starts = _Starts(following, first, self._first_recomputed(limit), self._memory)
         return self._traced(*self._swept(starts, following.shape[1]))
 
     def _swept(self, starts: "_Starts", rows: int) -> tuple[Ints, Ints]:
@@ -202,7 +199,7 @@ class BoundedSearch:
             source, start = int(step.source[way]), int(keys[row, place] // base)
             row = min(int(step.behind[way]), len(keys)) - 1
             kind = self._devices.kinds[step.kind[way]]
-            stages.append(ChainStage(start, int(keys[row, source] // base), kind, source, place))
+            stages.append(ChainStage(start, int(keys[row, source] // base), kind, source))
             place = source
         return stages
 
@@ -222,6 +219,11 @@ class BoundedSearch:
         following = np.full((*may_cross.shape[:2], count + 1), count)
         following[:, :, :-1] = np.where(may_cross, np.arange(count), count)
         return np.minimum.accumulate(following[:, :, ::-1], axis=2)[:, :, ::-1]
+
+    def _first_recomputed(self, limit: float) -> Ints | None:
+        if self._memory is None or not self._memory.may_recompute:
+            return None
+        return self._first_in_time(limit, 0.0 if self._states.recomputes_all else 1.0)
 
     def _first_in_time(self, limit: float, forwards: float) -> Ints:
         """Return the first state from which a stage keeps to the limit, by kind and end.
@@ -302,14 +304,16 @@ class _HeldBytes:
 
 
 class _Starts:
-    """The states at which stages may start, for one limit of seconds."""
+    """The states at which stages may start, for one limit of seconds.
 
-    def __init__(self, following: Ints, first_in_time: Ints, memory: _HeldBytes | None, count: int) -> None:
+    recomputed: the first ones in time for stages that run their forward twice; None: none does.
+    """
+
+    def __init__(self, following: Ints, first: Ints, recomputed: Ints | None, memory: _HeldBytes | None) -> None:
         self._following = following
-        self._first_in_time = first_in_time
+        self._first = first
+        self._recomputed = recomputed
         self._memory = memory
-        self._count = count
-        self.first_recomputed: Ints | None = None  # in time, with the forward run twice
 
     def of(self, kind: Ints, ends: Ints, used: Ints, level: Ints, own: Ints) -> Ints:
         """Return the first state from which a stage may go to its end, by load of the link before it and by way.
@@ -317,20 +321,20 @@ class _Starts:
         used: devices behind the stage. level: of the link before it. own: the load that the stage's replicas can take.
         """
         rows = np.minimum(own, np.arange(self._following.shape[1])[:, None])
-        first = self._first_in_time[kind, ends]
+        first = self._first[kind, ends]
         if self._memory is None:
             return self._following[level, rows, first]
-        kept, recomputed = self._memory.first(kind, ends, used)
+        kept, needed = self._memory.first(kind, ends, used)
         starts = self._following[level, rows, np.maximum(first, kept)]
-        if self.first_recomputed is None:
+        if self._recomputed is None:
             return starts
         # A stage that recomputes holds its input, which may be large at any state: so each state is tried.
-        tried = self._following[level, rows, np.maximum(self.first_recomputed[kind, ends], recomputed)]
+        tried = self._following[level, rows, np.maximum(self._recomputed[kind, ends], needed)]
         while True:
             lacks = (tried < np.minimum(starts, ends)) & ~self._memory.fits(kind, tried, ends, used)
             if not lacks.any():
                 return np.minimum(starts, tried)
-            tried = np.where(lacks, self._following[level, rows, np.minimum(tried + 1, self._count)], tried)
+            tried = np.where(lacks, self._following[level, rows, tried + lacks], tried)
 
 
 def _first(sums: Floats, allowed: float) -> Ints:

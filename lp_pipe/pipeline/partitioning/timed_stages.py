@@ -41,14 +41,6 @@ class TimedStage(NamedTuple):
 StageEnds = frozenset[tuple[int, int]]  # stages on devices, each by its two states
 
 
-class _InnermostStage(NamedTuple):
-    """A stage on devices, between two states, with its replicas over all levels."""
-
-    start: int
-    end: int
-    replicas: int
-
-
 def recomputed(parts: Sequence[NestedStage], states: States, memory: Memory | None, recompute: str) -> StageEnds:
     """Return the stages that run their forward again: all, none, or those that would not fit otherwise."""
     leaves = list(_leaves(parts))
@@ -138,14 +130,14 @@ def _shape(plan: Plan) -> tuple[tuple[tuple[str, ...], int], ...]:
     return tuple((stage.layers, stage.replicas) for stage in plan.stages)
 
 
-def _leaves(parts: Sequence[NestedStage], copies: int = 1) -> Iterator[_InnermostStage]:
-    """Yield the innermost stages.
+def _leaves(parts: Sequence[NestedStage], copies: int = 1) -> Iterator[NestedStage]:
+    """Yield the innermost stages, with their replicas over all levels.
 
     copies: of the whole of them, over the levels above.
     """
     for part in parts:
         replicas = copies * part.replicas
-        yield from _leaves(part.inside, replicas) if part.inside else [_InnermostStage(part.start, part.end, replicas)]
+        yield from _leaves(part.inside, replicas) if part.inside else [NestedStage(part.start, part.end, replicas, [])]
 
 
 def _waiting(replicas: Sequence[int], memory: Memory) -> list[Waiting]:
