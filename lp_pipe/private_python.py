@@ -105,7 +105,7 @@ def boundary_of(kind: type[enum.Enum]) -> Any:
 
 
 def data_type_of(kind: type[enum.Enum]) -> Any:
-    """Return the class whose values an Enum's members are, such as int; `object` for an Enum of plain members."""
+    """Return the class of the values that an Enum's members are, such as int; `object` for an Enum of plain members."""
     found = getattr(kind, "_member_type_", None)
     if found is not None:
         return found

@@ -42,15 +42,15 @@ class Credentials:
         """Compare in constant time."""
         return hmac.compare_digest(shown, self.token.encode())
 
-    def proof(self, whose: str, nonce: str) -> str:
-        """Return a text that proves knowledge of the token without revealing it; `whose` makes it different for each
+    def proof(self, prover: str, nonce: str) -> str:
+        """Return a text that proves knowledge of the token without revealing it; `prover` makes it different for each
         end.
         """
-        return hmac.digest(self.token.encode(), f"{whose} {nonce}".encode(), "sha256").hex()
+        return hmac.digest(self.token.encode(), f"{prover} {nonce}".encode(), "sha256").hex()
 
-    def is_proof(self, shown: str, whose: str, nonce: str) -> bool:
+    def is_proof(self, shown: str, prover: str, nonce: str) -> bool:
         """Compare in constant time."""
-        return hmac.compare_digest(shown.encode(), self.proof(whose, nonce).encode())
+        return hmac.compare_digest(shown.encode(), self.proof(prover, nonce).encode())
 
     def to_bytes(self) -> bytes:
         """Serialize for another process of the run (the class says how to pass it on)."""

@@ -1,6 +1,6 @@
 """Connections between any two processes over a gRPC bidirectional stream (protos/connection.proto), plain or with mTLS.
 
-    endpoint                who may connect
+    endpoint                may be used by
     grpc:HOST:PORT          processes of this host that know the run's token
     grpc:HOST:PORT#TOKEN    processes of this host that know this token
     grpcs:HOST:PORT         processes that have a certificate of the run, and know its token
@@ -67,7 +67,7 @@ class GrpcConnection(Connection):
         self._idle_timeout_s = idle_timeout_s
         self._watch: SilenceWatch | None = None
         self._send_lock = threading.Lock()
-        self._farewell: str | None = None
+        self._own_reason: str | None = None
         self._reader: threading.Thread | None = None
         self._reader_lock = threading.Lock()
         self._is_read = threading.Event()  # set at the peer's end of stream, which it sends once it has read ours
@@ -89,7 +89,7 @@ class GrpcConnection(Connection):
     def close(self, reason: str = "closed") -> None:
         if self._closed_reason is not None:
             return
-        self._farewell = reason  # the peer may answer by closing before this method is done
+        self._own_reason = reason  # the peer may answer by closing before this method is done
         # A sender that is stuck because the peer does not read must not keep us from closing.
         if self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
             self._outbox.finish(b"".join(frames.encode(Frame(frames.CLOSE, name=reason[:1000]))))
@@ -163,7 +163,7 @@ class GrpcConnection(Connection):
             reason = f"a frame could not be handled: {type(error).__name__}: {error}"
             raise
         finally:
-            self._end(self._farewell or reason)
+            self._end(self._own_reason or reason)
 
     def _end(self, reason: str) -> None:
         is_orderly = self._closed_reason is not None

@@ -14,7 +14,7 @@ _SHOWN_IN_SUMMARY = 5
 
 
 class Refusals:
-    """The refused connections of one listener, whose name is `label`.
+    """The refused connections of the listener named `label`.
 
     The log has the first of each address and reason, for the first 100 pairs, and then at most one line of counts a
     minute. So refused peers cannot fill the disk, and port scans do not hide a peer that knows more.

@@ -218,7 +218,9 @@ def _member(run: str) -> RunMember:
     if run in _left:
         raise Unavailable(f"run {run} has ended")
     if run not in _members:
-        raise Unauthenticated(f"this process does not belong to run {run}, whose servers accept only its own processes")
+        raise Unauthenticated(
+            f"this process does not belong to run {run}, and its servers accept only its own processes"
+        )
     return _members[run]
 
 

@@ -207,7 +207,7 @@ class BufferImporter:
         if inode not in self._mapped:
             advice = "the receiving process has too many open files; raise its limit (ulimit -n)"
             raise FrameError(f"shared memory of {size} bytes did not arrive: {advice}")
-        # Every view is an object of its own, whose end the finalizer sees; the mapping stays.
+        # Every view is an object of its own, so that its finalizer runs at its end; the mapping stays.
         view = (ctypes.c_char * length).from_buffer(self._mapped[inode])
         add_finalizer(view, _returns.put, self._send_return, _TOKEN.pack(inode))
         return memoryview(view).cast("B")

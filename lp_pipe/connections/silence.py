@@ -14,7 +14,7 @@ TICKS = 4
 class SilenceWatch:
     """Calls `on_silence` once when nothing arrived for `timeout_s` while a thread was waiting to read.
 
-    For carriers whose reads have no time limit of their own.
+    For carriers that do not limit the time of a read.
     """
 
     def __init__(self, timeout_s: float, on_silence: Callable[[], None], name: str) -> None:

@@ -52,7 +52,7 @@ class SocketConnection(PulledConnection):
         self._is_inside_read = False
         self._idle_timeout_s = idle_timeout_s
         self._silent_ticks = 0
-        self._farewell: str | None = None
+        self._own_reason: str | None = None
         self._is_over = False
         self._silent_end = _ENDED  # the reason when the peer gives none
 
@@ -196,7 +196,7 @@ class SocketConnection(PulledConnection):
         except OSError as error:
             # In the middle of a frame the stream is of no more use; the reader sees the end and reports it once.
             self._shutdown()
-            why = self._farewell or str(error)
+            why = self._own_reason or str(error)
             raise Unavailable(f"connection to {self.peer} broke while sending: {why}") from error
         except BaseException:  # such as Ctrl+C: the peer would take what comes next for the rest of this frame
             self._keep_rest(pieces, has_descriptors=bool(descriptors))
@@ -216,11 +216,11 @@ class SocketConnection(PulledConnection):
     def close(self, reason: str = "closed") -> None:
         if self._closed_reason is not None:
             return
-        self._farewell = reason  # the peer may answer by closing before this method is done
-        self._tell(reason)
-        self._leave(reason)
+        self._own_reason = reason  # the peer may answer by closing before this method is done
+        self._send_close(reason)
+        self._finish_close(reason)
 
-    def _tell(self, reason: str) -> None:
+    def _send_close(self, reason: str) -> None:
         """Send the last frame, which says why there will be no more."""
         # A sender that is stuck because the peer does not read must not prevent the close.
         if not is_held_here(self._send_lock) and self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
@@ -232,7 +232,7 @@ class SocketConnection(PulledConnection):
             finally:
                 self._send_lock.release()
 
-    def _leave(self, reason: str) -> None:
+    def _finish_close(self, reason: str) -> None:
         """Close after the last frame was sent; the peer must still be able to read it."""
         self._end(reason)
         self._dispose()
@@ -279,7 +279,7 @@ class SocketConnection(PulledConnection):
         dead.
         """
         if self._closed_reason is None:
-            self._tell(reason)
+            self._send_close(reason)
         return self._end(reason)
 
     def _deliver(self, frame: Frame, on_frame: OnFrame) -> None:
@@ -287,7 +287,7 @@ class SocketConnection(PulledConnection):
 
     def _end(self, reason: str) -> bool:
         self._shutdown()
-        if self._mark_closed(self._farewell or reason):
+        if self._mark_closed(self._own_reason or reason):
             self._is_over = True  # set after `on_close` has returned: until then the descriptor is in use
         return False
 

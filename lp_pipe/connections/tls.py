@@ -88,7 +88,7 @@ class TlsConnection(SocketConnection):
         if self._closed_reason is None:  # after the close, reading only lets the peer reach the end
             on_frame(frame)
 
-    def _leave(self, reason: str) -> None:
+    def _finish_close(self, reason: str) -> None:
         # Closing a TCP socket with unread data would discard what was sent.
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
@@ -119,7 +119,7 @@ class TlsConnection(SocketConnection):
 
     def _on_silence(self) -> None:
         # The reason is set before the shutdown, for reads that end inside a frame and for blocked senders.
-        self._farewell = f"its host has answered nothing for {self._silence_s:g} s: it is unreachable"
+        self._own_reason = f"its host has answered nothing for {self._silence_s:g} s: it is unreachable"
         self._shutdown()
 
     def _dispose(self) -> None:

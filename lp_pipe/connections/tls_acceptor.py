@@ -63,7 +63,7 @@ class TlsAcceptor:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop accepting, and drop the peers whose handshake is not complete."""
+        """Stop accepting, and drop the peers with an incomplete handshake."""
         with self._closing_lock:
             if self._close >= 0:
                 os.write(self._close, b"x")

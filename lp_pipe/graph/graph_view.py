@@ -34,7 +34,7 @@ class NodeView:
 
 @dataclasses.dataclass(frozen=True)
 class GraphView:
-    """The nodes in the order of their groups, and the edges from each node to those whose handles it holds."""
+    """The nodes in the order of their groups, and the edges from each node to the nodes that it holds handles of."""
 
     program: str
     nodes: tuple[NodeView, ...]

@@ -18,7 +18,7 @@ class _TextRow(NamedTuple):
 
 
 def to_text(view: GraphView) -> str:
-    """Return a tree of groups and nodes. `→` names the nodes whose handles a node holds, and after `;`, by kind of
+    """Return a tree of groups and nodes. `→` names the nodes that a node holds handles of, and after `;`, by kind of
     channel, those that it sends tensors to (`; shm: stages/1`).
 
     char_gpt: 4 nodes in 3 groups (→ holds a handle of)

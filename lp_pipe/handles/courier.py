@@ -23,7 +23,7 @@ class CourierHandle(Handle[CourierClient]):
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and name != "node_name":
             raise AttributeError(
-                f"cannot set {name!r} of {self!r}: a handle only stands for the node, whose object would not get it. "
+                f"cannot set {name!r} of {self!r}: a handle only stands for the node, and its object would not get it. "
                 "Give its class a method for that, and call it on a client"
             )
         super().__setattr__(name, value)

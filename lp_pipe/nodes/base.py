@@ -108,7 +108,7 @@ class Node(ABC, Generic[HandleT]):
         """Build the object that it would run or serve in this process and outside of any run, for tools to inspect.
 
         Raises:
-            ValueError: it needs handles of other nodes, whose clients work within a run only.
+            ValueError: it needs handles of other nodes; their clients work only within a run.
         """
         for handle in self.input_handles():
             raise ValueError(f"node {self.name} needs a client of {handle.node_name}, which exists only in a run")

@@ -1,4 +1,4 @@
-"""A node whose object answers calls from other nodes (Launchpad's CourierNode)."""
+"""A node with an object that answers calls from other nodes (Launchpad's CourierNode)."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -100,7 +100,7 @@ class CourierNode(Node[CourierHandle]):
                 raise
 
     def _check_one_thread(self, served: Any) -> None:
-        """Refuse an object, or class, whose methods need other threads than the one that has built it.
+        """Refuse an object, or class, with methods that need other threads than the one that has built it.
 
         Raises:
             TypeError: it has a `run()`, or an async or batched handler.

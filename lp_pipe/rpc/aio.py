@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 from lp_pipe.connections import Frame
 from lp_pipe.rpc.calls import Cancel, CancellableCall, Reply, Sent
 from lp_pipe.rpc.remote_method import RemoteMethod
-from lp_pipe.rpc.stream_consumer import RemoteItems, Stream
+from lp_pipe.rpc.stream_consumer import ItemStream, RemoteItems
 from lp_pipe.telemetry import waits
 
 Args = tuple[Any, ...]
@@ -189,7 +189,7 @@ async def _call(client: AioClient, method: str, args: Args, kwargs: Kwargs) -> A
     client._begin(method, args, kwargs, call, lambda connection, call_id: connection.cancel(call_id))
     with client._awaiting(method):
         reply = await call.wait()
-    if isinstance(reply, Stream):
+    if isinstance(reply, ItemStream):
         return RemoteAsyncIterator(reply, *client._stream_options(method, waits.awaiting))
     return client._outcome(method, reply)
 

@@ -16,7 +16,7 @@ from lp_pipe.context import current_context
 from lp_pipe.rpc.daemon_pool import DaemonPool
 from lp_pipe.rpc.deadlines import shared as deadlines
 
-# The array classes by the library whose stack() joins them; masked arrays come before their base class, whose stack()
+# The array classes by the library that has their stack(); masked arrays come before their base class, as its stack()
 # loses the masks.
 _ARRAYS = (("numpy.ma", "MaskedArray"), ("numpy", "ndarray"), ("torch", "Tensor"))
 

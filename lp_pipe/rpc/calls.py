@@ -12,11 +12,11 @@ from lp_pipe.connections import Frame
 from lp_pipe.context import NodeContext, current_context, entered
 from lp_pipe.rpc.daemon_pool import DaemonPool
 from lp_pipe.rpc.fork_guard import ForkGuard
-from lp_pipe.rpc.stream_consumer import Stream
+from lp_pipe.rpc.stream_consumer import ItemStream
 from lp_pipe.rpc.unread_errors import UnreadError
 from lp_pipe.telemetry import waits
 
-Reply = Frame | Stream | Exception
+Reply = Frame | ItemStream | Exception
 
 
 class PendingCall(Protocol):
@@ -50,12 +50,12 @@ class Sent(Protocol):
     def wait_for(self, future: "CallFuture", deadline: float | None) -> None:
         """Let the calling thread wait for this future; it may read the connection."""
 
-    def attend(self) -> None:
+    def read_in_background(self) -> None:
         """Make sure that replies are read even if no thread waits for them."""
 
 
 Cancel = Callable[[Sent, int], bool]
-Reader = Literal["any", "asker", "thread"]  # the thread that will read a reply
+Reader = Literal["any", "caller", "thread"]  # the thread that will read a reply
 
 
 class SyncCall:
@@ -115,7 +115,7 @@ class CallFuture(Future[Any]):
         self.sent: Sent | None = None
         self._fork_guard = ForkGuard()
         self._unread: UnreadError | None = None
-        self._has_taker = reader != "any"  # otherwise its exception must not go unnoticed
+        self._is_awaited = reader != "any"  # otherwise its exception must not go unnoticed
 
     @property
     def has_reply(self) -> bool:
@@ -149,15 +149,15 @@ class CallFuture(Future[Any]):
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         with self._settling:
             self._has_callbacks = True
-        self.has_taker()
+        self.mark_awaited()
         if self.sent is not None:
-            self.sent.attend()
+            self.sent.read_in_background()
         node = current_context()
         super().add_done_callback(fn if node is None else functools.partial(_call_in, node, fn))
 
-    def has_taker(self) -> None:
+    def mark_awaited(self) -> None:
         """Note that code asks for the outcome, or will: a callback."""
-        self._has_taker = True
+        self._is_awaited = True
         if self._unread is not None:
             self._unread.read()
 
@@ -200,7 +200,7 @@ class CallFuture(Future[Any]):
         try:
             settle = functools.partial(self.set_result, self._outcome(reply))
         except Exception as error:  # belongs to the code that asks for the result
-            if not self._has_taker:
+            if not self._is_awaited:
                 self._unread = UnreadError(self._target.peer or self._target.endpoint, self._method, error)
             error.__traceback__ = (
                 None  # its frames refer to this future, which only the garbage collector would free then
@@ -223,9 +223,9 @@ def add_quick_callback(future: Future[Any], fn: Callable[[Future[Any]], object])
     """
     Future.add_done_callback(future, fn)
     if isinstance(future, CallFuture):
-        future.has_taker()
+        future.mark_awaited()
         if future.sent is not None:
-            future.sent.attend()
+            future.sent.read_in_background()
 
 
 def _call_in(node: NodeContext, fn: Callable[[Future[Any]], object], future: Future[Any]) -> None:

@@ -30,8 +30,8 @@ _OF_ENUM_TYPE = frozenset(
 _OF_ENUM_MEMBER = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_"})
 _MAKES_MEMBERS = ("__new__", "__init__", "__new_member__", "_new_member_", "_use_args_")
 
-_unfilled: set[int] = set()  # ids of classes that were made here and whose attributes are still to come
-_quiet_lock = threading.RLock()
+_unfilled: set[int] = set()  # ids of classes that were made here and still lack their attributes
+_hook_lock = threading.RLock()
 
 
 def reduce_class(kind: Any, reduced: tuple[Any, ...], by_value: Callable[[type], bool]) -> tuple[Any, ...]:
@@ -50,8 +50,8 @@ def reduce_class(kind: Any, reduced: tuple[Any, ...], by_value: Callable[[type],
     if "__slots__" in vars(kind) and NamedTuple not in vars(kind).get("__orig_bases__", ()):
         namespace, attributes = _with_slots(kind, namespace, attributes)
     hook = _init_subclass_owner(kind.__mro__[1:])
-    is_quiet = maker is not metaclass or (hook is not None and by_value(hook))
-    made_of = tracker_id(kind), metaclass, maker, name, bases, namespace, is_quiet
+    skips_hooks = maker is not metaclass or (hook is not None and by_value(hook))
+    made_of = tracker_id(kind), metaclass, maker, name, bases, namespace, skips_hooks
     return _make_class, made_of, (maker, attributes, {}, ()), None, None, _fill
 
 
@@ -90,17 +90,17 @@ def _make_class(
     name: str,
     bases: tuple[Any, ...],
     namespace: dict[str, Any],
-    is_quiet: bool,
+    skips_hooks: bool,
 ) -> type:
     if (known := _known(tracked_as)) is not None:
         return known
     namespace = {sys.intern(key): value for key, value in namespace.items()}
-    if is_quiet:
-        return _track(tracked_as, _make_quietly(metaclass, maker, name, bases, namespace))
+    if skips_hooks:
+        return _track(tracked_as, _make_without_hooks(metaclass, maker, name, bases, namespace))
     try:
         made = types.new_class(name, bases, {"metaclass": metaclass}, lambda body: body.update(namespace))
     except TypeError:  # a library's __init_subclass__ or metaclass needs the keywords of the class statement
-        made = _make_quietly(metaclass, maker, name, bases, namespace)
+        made = _make_without_hooks(metaclass, maker, name, bases, namespace)
     return _track(tracked_as, made)
 
 
@@ -112,7 +112,9 @@ def _track(tracked_as: str, made: type) -> type:
     return tracked
 
 
-def _make_quietly(metaclass: type, maker: Any, name: str, bases: tuple[Any, ...], namespace: dict[str, Any]) -> type:
+def _make_without_hooks(
+    metaclass: type, maker: Any, name: str, bases: tuple[Any, ...], namespace: dict[str, Any]
+) -> type:
     resolved = types.resolve_bases(bases)
     if resolved is not bases:
         namespace["__orig_bases__"] = bases
@@ -132,7 +134,7 @@ def _without_init_subclass(bases: Sequence[type]) -> Iterator[None]:
         yield
         return
     thread = threading.get_ident()
-    with _quiet_lock:
+    with _hook_lock:
         hook = vars(owner)["__init_subclass__"]
 
         def silent(cls: type, /, **keywords: Any) -> None:
@@ -147,7 +149,7 @@ def _without_init_subclass(bases: Sequence[type]) -> Iterator[None]:
 
 
 def _init_subclass_owner(kinds: Sequence[type]) -> type | None:
-    """Return the one of `kinds`, the ancestors of a class, whose `__init_subclass__` the class gets."""
+    """Return the ancestor among `kinds` from which a class gets its `__init_subclass__`."""
     owners = [kind for kind in kinds if kind is not object and "__init_subclass__" in vars(kind)]
     for owner in owners:
         if not any(other is not owner and issubclass(other, owner) for other in owners):

@@ -22,7 +22,7 @@ from lp_pipe.rpc.pickle_errors import pickle_error
 from lp_pipe.rpc.reconnector import Reconnector
 from lp_pipe.rpc.remote_method import RemoteMethod
 from lp_pipe.rpc.served_methods import LIST_METHODS, START_WITHOUT_STATE
-from lp_pipe.rpc.stream_consumer import RemoteIterator, Stream
+from lp_pipe.rpc.stream_consumer import ItemStream, RemoteIterator
 from lp_pipe.telemetry import waits
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class CourierClient:
         call.on_cancel = functools.partial(task.cancel, connection, call_id)
         if call.cancelled():  # cancelled between the last check and the line above
             call.cancel()
-        if task.deadline is not None:  # must not refer to the call, whose result would live until the deadline
+        if task.deadline is not None:  # must not refer to the call: its result would live until the deadline
             expire = functools.partial(self._expire, connection, call_id, method)
             try:
                 deadlines.shared.add(task.deadline, expire, functools.partial(connection.waits_for, call_id))
@@ -264,7 +264,7 @@ class CourierClient:
         return functools.partial(self._outcome, method), self._call_timeout_s, too_late, wait
 
     def _outcome(self, method: str, reply: Reply) -> Any:
-        if isinstance(reply, Stream):
+        if isinstance(reply, ItemStream):
             return RemoteIterator(reply, *self._stream_options(method))
         if isinstance(reply, Exception):
             call = f"{self._peer}.{method}(): "
@@ -281,7 +281,7 @@ class CourierClient:
             try:
                 raise error
             finally:
-                error.__context__ = None  # within one process it is the handler's own context, whose text the error has
+                error.__context__ = None  # within one process it is the handler's own context; the error has its text
         try:
             return codec.decode(reply.body, reply.buffers)
         except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from lp_pipe.rpc.fork_guard import ForkGuard
 from lp_pipe.rpc.pending_calls import PendingCalls
 from lp_pipe.rpc.reply_reader import ReplyReader
 from lp_pipe.rpc.served_methods import LIST_METHODS
-from lp_pipe.rpc.stream_consumer import Inbox, Stream
+from lp_pipe.rpc.stream_consumer import Inbox, ItemStream
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ _closer = DaemonPool(1, "close dropped clients").survive_forks()
 
 
 class ClientConnection:
-    """A connection with calls that wait for their replies, and streams whose items arrive. Ids are never used twice.
+    """A connection with calls that wait for replies and streams that wait for items. Ids are never used twice.
 
     It belongs to the process that made it; in a forked child it is not open.
     """
@@ -53,7 +53,7 @@ class ClientConnection:
         """Return whether a call may be sent; notices a peer that has closed, whichever thread reads."""
         if not self._fork_guard.is_here:
             return False
-        return self.connection.closed_reason is None and (self._reader is None or self._reader.look())
+        return self.connection.closed_reason is None and (self._reader is None or self._reader.read_available())
 
     def drop(self) -> None:
         """Close the connection, which is used no more; called wherever the garbage collector drops the client."""
@@ -92,7 +92,7 @@ class ClientConnection:
             self._reader.pass_on()
 
     def start(self, method: str, payload: Payload, call: PendingCall) -> int:
-        """Send a call whose reply goes to `call.deliver`; return the call's id."""
+        """Send a call and return its id; the reply goes to `call.deliver`."""
         call_id = next(self._ids)
         try:
             self._pending.add(call_id, call)
@@ -141,10 +141,10 @@ class ClientConnection:
         self._send(next(self._ids), LIST_METHODS, codec.encode(((), {})))
         return True
 
-    def attend(self) -> None:
+    def read_in_background(self) -> None:
         """Make sure that replies are read even if no thread waits for them."""
         if self._reader is not None and self._fork_guard.is_here:
-            self._operate(self._reader.attend)
+            self._operate(self._reader.read_in_background)
 
     def _send(self, call_id: int, method: str, payload: Payload) -> None:
         try:
@@ -214,11 +214,11 @@ class ClientConnection:
             if inbox is not None:
                 inbox.deliver(frame)
 
-    def _open(self, call_id: int) -> Stream:
+    def _open(self, call_id: int) -> ItemStream:
         inbox = self._pending.inboxes[call_id] = Inbox()
         if self.connection.closed_reason is not None:  # within one process another thread may have closed it meanwhile
             self._pending.fail(self._ended(self.connection.closed_reason))
-        return Stream(inbox, self, call_id)
+        return ItemStream(inbox, self, call_id)
 
     @staticmethod
     def _ended(reason: str) -> Unavailable:

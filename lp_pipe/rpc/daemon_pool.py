@@ -1,4 +1,4 @@
-"""A thread pool whose threads are daemons: a handler that never returns must not keep the interpreter alive."""
+"""A pool of daemon threads: a handler that never returns must not keep the interpreter alive."""
 
 import atexit
 import os

@@ -61,7 +61,7 @@ class LoopThread:
 
 
 class LoopCall:
-    """A call whose handler runs in the event loop, as a task of its own."""
+    """A call with an async handler, which runs in the event loop as a task of its own."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, responder: Responder) -> None:
         self._loop = loop

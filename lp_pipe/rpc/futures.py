@@ -42,7 +42,7 @@ class Futures:
 def read_by(reader: Reader, client: Any) -> Any:
     """Return `client.futures` for a caller that knows which thread will read the replies; finding out takes time.
 
-    reader: "asker": the thread that starts the calls will ask for each of them soon, by `result` or `exception`.
+    reader: "caller": the thread that starts the calls will ask for each of them soon, by `result` or `exception`.
         "thread": the replies take long, or callbacks wait for them, so a background thread reads from now on.
     """
     view = client.futures

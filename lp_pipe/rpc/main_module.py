@@ -29,7 +29,7 @@ _numbers = itertools.count()
 _origins: "weakref.WeakKeyDictionary[Any, tuple[str, int]]" = weakref.WeakKeyDictionary()
 _own_functions: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
-_ours: set[str] = set()  # modules of this process that hold only what has travelled here
+_arrived_modules: set[str] = set()  # modules of this process that hold only what has travelled here
 _bound: dict[tuple[str, str], Any] = {}  # the identity of the object that such a module has under a name
 _is_entering = False
 
@@ -86,7 +86,7 @@ def fill_class(kind: type, state: tuple[Callable[[type, Any], object], Any, Mapp
     """Set the class's attributes, and give its module the names that annotations of the class refer to."""
     set_attributes, attributes, names_in_annotations = state
     set_attributes(kind, attributes)
-    if kind.__module__ in _ours:
+    if kind.__module__ in _arrived_modules:
         for name, value in names_in_annotations.items():
             sys.modules[kind.__module__].__dict__.setdefault(name, value)
 
@@ -152,7 +152,7 @@ def _bind(module_name: str, name: str, obj: Any, identity: Any) -> None:
     """Give the module the object, unless it has the same one; a newer one replaces it (a cell that ran again)."""
     if module_name not in sys.modules:
         _make_module(module_name)
-    if module_name in _ours and _bound.get((module_name, name)) != identity:
+    if module_name in _arrived_modules and _bound.get((module_name, name)) != identity:
         _bound[module_name, name] = identity
         sys.modules[module_name].__dict__[name] = obj
 
@@ -160,7 +160,7 @@ def _bind(module_name: str, name: str, obj: Any, identity: Any) -> None:
 def _make_module(name: str) -> types.ModuleType:
     module = types.ModuleType(name)
     sys.modules[name] = module
-    _ours.add(name)
+    _arrived_modules.add(name)
     if name != MAIN:  # `__main__` goes by value anyway
         cloudpickle.register_pickle_by_value(module)
     return module
@@ -186,7 +186,7 @@ def _keep_spawned_children_from_the_script() -> None:
 
 def _reduced_for_child(pickler: "ForkingPickler", obj: Any) -> Any:
     """Reduce objects of these modules for multiprocessing: a child that is not forked has none of the modules."""
-    if isinstance(obj, type | types.FunctionType) and obj.__module__ in _ours:
+    if isinstance(obj, type | types.FunctionType) and obj.__module__ in _arrived_modules:
         from lp_pipe.rpc import codec  # codec imports this module
 
         return _arrive_in_child, (facts(), codec.dumps(obj))
@@ -196,7 +196,7 @@ def _reduced_for_child(pickler: "ForkingPickler", obj: Any) -> Any:
 def _arrive_in_child(facts_there: dict[str, str], data: bytes) -> Any:
     from lp_pipe.rpc import codec
 
-    if not _ours:
+    if not _arrived_modules:
         enter_node(facts_there)
     return codec.loads(data)
 

@@ -19,7 +19,7 @@ class PendingCalls:
         self.promised: dict[int, CallFuture] = {}  # a thread will ask for them
         self.others: dict[int, PendingCall] = {}
         self.inboxes: dict[int, Inbox] = {}
-        self.arrived: tuple[int, PendingCall] | None = None  # the call whose reply is being delivered
+        self.arrived: tuple[int, PendingCall] | None = None  # the call that is being settled
 
     def __bool__(self) -> bool:
         return bool(self.blocked or self.futures or self.promised or self.others or self.inboxes)
@@ -34,7 +34,7 @@ class PendingCalls:
     def add(self, call_id: int, call: PendingCall) -> None:
         if not isinstance(call, CallFuture) or call.reader == "thread":
             self.others[call_id] = call
-        elif call.reader == "asker":
+        elif call.reader == "caller":
             self.promised[call_id] = call
         else:
             self.futures[call_id] = call
@@ -58,7 +58,7 @@ class PendingCalls:
         return None
 
     def fail_arrived(self, error: Exception) -> None:
-        """Settle the call whose reply was being delivered when an exception interrupted that."""
+        """Settle the call for which an exception interrupted the delivery of the reply."""
         if self.arrived is not None:
             call_id, call = self.arrived
             self.arrived = None

@@ -61,7 +61,7 @@ def pickle_error(
     *,
     is_same_process: Callable[[], bool] = codec.never,
 ) -> SerializationError:
-    """Return the error for a call whose arguments or result (`parts`, with their names) do not pickle."""
+    """Return the error for a call with arguments or a result (`parts`, with their names) that do not pickle."""
     encode = functools.partial(codec.encode, is_same_process=is_same_process)
     for path, value in parts:
         unpicklable = find_unpicklable(value, path, encode)

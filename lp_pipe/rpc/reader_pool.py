@@ -201,7 +201,7 @@ class ReaderPool:
 
 
 class _ReadySource:
-    """A connection whose readiness may be reported to several threads: one reads, and checks again for the others."""
+    """A connection that may be reported as ready to several threads: one reads, and checks again for the others."""
 
     def __init__(self, connection: PulledConnection) -> None:
         self._connection = connection

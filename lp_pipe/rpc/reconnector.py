@@ -1,4 +1,4 @@
-"""How a client reaches its server, wherever that is, and again after the server was restarted."""
+"""The way from a client to its server, wherever that is, and again after the server was restarted."""
 
 import socket
 import threading

@@ -14,8 +14,8 @@ from lp_pipe.rpc import deadlines, nesting
 from lp_pipe.rpc.calls import CallFuture, SyncCall
 from lp_pipe.rpc.pending_calls import PendingCalls
 
-_PATIENCE_S = 0.001  # for futures that no thread asks for
-_SOON_S = 0.005
+_UNASKED_LIMIT_S = 0.001  # for futures that no thread asks for
+_FOREGROUND_LIMIT_S = 0.005
 
 
 class ReplyReader:
@@ -33,10 +33,10 @@ class ReplyReader:
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
         self._thread_reads = False
-        self._parked: dict[object, None] = {}  # threads that wait for a future while another thread reads
+        self._future_waiters: dict[object, None] = {}  # threads that wait for a future while another thread reads
         self._is_asked_for = False
-        self._turns = 0  # the number of times that a waiting thread read
-        self._is_patient = False  # whether a check for futures that no thread asks for is scheduled
+        self._foreground_reads = 0  # the number of times that a waiting thread read
+        self._is_check_scheduled = False  # whether a check for futures that no thread asks for is scheduled
         self._has_peer_closed = False
         self._descriptor = connection.fileno()
 
@@ -49,7 +49,7 @@ class ReplyReader:
                 self._connection.done_reading()
             self.pass_on()  # the end may have come meanwhile
 
-    def look(self) -> bool:
+    def read_available(self) -> bool:
         """Read what is there, without waiting, if no thread is reading; False when the peer has closed."""
         if not self._pending and self._connection.read_alone(0):
             self._wake_next()
@@ -70,13 +70,13 @@ class ReplyReader:
         waiter = object()
         self._is_asked_for = True
         try:
-            self._parked[waiter] = None
-            soon = time.monotonic() + _SOON_S
+            self._future_waiters[waiter] = None
+            soon = time.monotonic() + _FOREGROUND_LIMIT_S
             if not self._read_for(future, soon if deadline is None else min(soon, deadline)) or not future.done():
-                self.attend()
+                self.read_in_background()
                 future.wait(deadline)  # unlike a thread that reads, it notices at once when the future is cancelled
         finally:
-            self._parked.pop(waiter, None)
+            self._future_waiters.pop(waiter, None)
             self.pass_on()
 
     def read_inside(self, is_enough: Callable[[], bool], deadline: float | None) -> bool:
@@ -108,20 +108,20 @@ class ReplyReader:
     def pass_on(self) -> None:
         """Let another thread read if replies are still to come; a thread that is reading is left alone."""
         if self._has_peer_closed:
-            self._look_for_end()
+            self._check_for_end()
         self._wake_next()
 
     def _wake_next(self) -> None:
         pending = self._pending
-        if pending.others or pending.inboxes or self._parked:
-            self.attend()
+        if pending.others or pending.inboxes or self._future_waiters:
+            self.read_in_background()
         elif pending.blocked:
             for call in list(pending.blocked.values())[:1]:
                 call.wake()
-        elif pending.futures and not self._is_patient:
-            self._be_patient()
+        elif pending.futures and not self._is_check_scheduled:
+            self._schedule_check()
 
-    def attend(self) -> None:
+    def read_in_background(self) -> None:
         """Make the background thread read; without more threads in the system, end the connection and its calls."""
         if self._thread_reads:
             return
@@ -137,7 +137,7 @@ class ReplyReader:
         with self._lock:
             if self._thread is None:
                 name = f"read {self._connection.peer}"
-                thread = threading.Thread(target=self._read_unattended, name=name, daemon=True)
+                thread = threading.Thread(target=self._run_background, name=name, daemon=True)
                 thread.start()  # stored after the start
                 self._thread = thread
 
@@ -146,31 +146,33 @@ class ReplyReader:
         hangup_watcher.shared.forget(self._descriptor)
         self._release()
 
-    def _be_patient(self) -> None:
+    def _schedule_check(self) -> None:
         """Give the threads that started futures a moment to ask for them; after it, the background thread reads."""
-        self._is_patient = True
-        turns = self._turns
+        self._is_check_scheduled = True
+        foreground_reads = self._foreground_reads
         try:
-            deadlines.shared.add(time.monotonic() + _PATIENCE_S, functools.partial(self._lose_patience, turns))
+            deadlines.shared.add(
+                time.monotonic() + _UNASKED_LIMIT_S, functools.partial(self._check_futures, foreground_reads)
+            )
         except RuntimeError:  # the system has no more threads
-            self._is_patient = False
-            self.attend()
+            self._is_check_scheduled = False
+            self.read_in_background()
 
-    def _lose_patience(self, turns: int) -> None:
-        self._is_patient = False
+    def _check_futures(self, foreground_reads: int) -> None:
+        self._is_check_scheduled = False
         if self._pending.futures and self._connection.closed_reason is None:
-            if turns == self._turns:
-                self.attend()
+            if foreground_reads == self._foreground_reads:
+                self.read_in_background()
             else:
-                self._be_patient()
+                self._schedule_check()
 
     def _on_peer_closed(self) -> None:
         with nesting.in_background():
             self._has_peer_closed = True  # set for a reading thread that may be about to stop
-            self._look_for_end()
+            self._check_for_end()
             self._wake_next()
 
-    def _look_for_end(self) -> None:
+    def _check_for_end(self) -> None:
         if self._connection.try_reading():
             try:
                 if self._connection.wait(0):
@@ -186,7 +188,7 @@ class ReplyReader:
         """Read until the reply is there or the deadline has passed; False when another thread reads."""
         if not self._connection.try_reading():
             return False
-        self._turns += 1
+        self._foreground_reads += 1
         try:
             while not call.has_reply:
                 if not self._connection.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
@@ -200,27 +202,27 @@ class ReplyReader:
         with contextlib.suppress(RuntimeError):  # it is released already
             self._is_needed.release()
 
-    def _is_unattended(self) -> bool:
+    def _is_background_needed(self) -> bool:
         """Return whether the background thread must read on.
 
         It need not for futures that a thread has asked for just before, even if none waits at this moment.
         """
-        if self._pending.is_urgent() or self._parked:
+        if self._pending.is_urgent() or self._future_waiters:
             return True
         is_asked_for, self._is_asked_for = self._is_asked_for, False
         return bool(self._pending.futures) and not is_asked_for
 
-    def _read_unattended(self) -> None:
+    def _run_background(self) -> None:
         with nesting.in_background():
             while self._connection.closed_reason is None:
                 self._is_needed.acquire()
                 if self._connection.try_reading():  # otherwise the reading thread passes on
-                    self._read_while_unattended()
+                    self._read_while_needed()
 
-    def _read_while_unattended(self) -> None:
+    def _read_while_needed(self) -> None:
         self._thread_reads = True
         try:
-            while self._is_unattended():
+            while self._is_background_needed():
                 self._connection.read_next()
         finally:
             self._thread_reads = False

@@ -69,7 +69,7 @@ class StreamSource(Protocol):
         """Stop a stream; its generator is closed, unless it has ended."""
 
 
-class Stream:
+class ItemStream:
     """An inbox and the way back to the producer. While it exists the generator stays open; dropping it closes that."""
 
     def __init__(self, inbox: Inbox, source: StreamSource, call_id: int) -> None:
@@ -120,7 +120,7 @@ class RemoteItems:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: ItemStream,
         outcome: Callable[[Any], Any],
         timeout_s: float | None,
         too_late: Callable[[], Exception],

@@ -23,7 +23,7 @@ class InProgress(Protocol):
 
 
 class ThreadStream:
-    """A generator whose steps are tasks of a pool.
+    """A generator that runs step by step as tasks of a pool.
 
     Without credits it is parked: no thread waits for the consumer. At most one thread is in the generator at a time,
     not always the same one. After a window of items the stream goes to the back of the pool's queue, so that an endless

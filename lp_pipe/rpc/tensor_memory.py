@@ -62,7 +62,7 @@ def offset_in_line(tensor: Any, *, of_storage: bool = False) -> int:
 
 
 def copy_with_layout(tensor: Any, stride: Sequence[int], offset: int) -> Any:
-    """Return a copy with these strides whose first element lies `offset` elements after the start of its storage."""
+    """Return a copy with these strides; its first element lies `offset` elements after the start of its storage."""
     memory = tensor.new_empty(offset + extent(tensor.shape, stride))
     return tensor.new_empty(0).set_(memory.untyped_storage(), offset, tensor.shape, stride).copy_(tensor)
 

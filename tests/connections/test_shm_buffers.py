@@ -36,7 +36,7 @@ class Ends:
         self.near.start(lambda frame: None, lambda reason: None)
         self.reasons: queue.Queue[str] = queue.Queue()
         self.far.start(self.frames.put, self.reasons.put)
-        self.send(bytes(LARGE))  # this one goes through the socket, and makes the peer ask for loans
+        self.send(bytes(LARGE))  # this one goes through the socket, and makes the peer ask for shared memory
         self.receive()
         until(lambda: self.near._exporter is not None and self.near._exporter.is_peer_ready)
 

@@ -56,10 +56,10 @@ def readers() -> set[threading.Thread]:
 def test_who_asks_soon_reads_the_reply_himself(
     client: lp.CourierClient, no_timers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reply_reader, "_SOON_S", WITHIN_S)  # on a busy machine a reply may take longer than that
+    monkeypatch.setattr(reply_reader, "_FOREGROUND_LIMIT_S", WITHIN_S)  # on a busy machine a reply may take longer than that
     assert client.double(1) == 2  # it is connected
     before = readers()
-    futures = [read_by("asker", client).double(number) for number in range(10)]
+    futures = [read_by("caller", client).double(number) for number in range(10)]
     assert [future.result(WITHIN_S) for future in futures] == [2 * number for number in range(10)]
     assert readers() == before
 
@@ -73,7 +73,7 @@ def test_a_thread_reads_for_who_asks_late(client: lp.CourierClient, no_timers: N
     assert future.result(0) == 6
 
 
-@pytest.mark.parametrize("reader", ["asker", "thread"])
+@pytest.mark.parametrize("reader", ["caller", "thread"])
 def test_the_first_call_of_a_client_connects_whoever_reads(client: lp.CourierClient, reader: str) -> None:
     future = read_by(reader, client).double(4)  # type: ignore[arg-type]
     assert future.result(WITHIN_S) == 8
@@ -82,12 +82,12 @@ def test_the_first_call_of_a_client_connects_whoever_reads(client: lp.CourierCli
 def test_who_asks_soon_may_ask_while_a_thread_reads_for_another(client: lp.CourierClient, doubler: Doubler) -> None:
     assert client.double(1) == 2
     late = read_by("thread", client).late(5)
-    assert read_by("asker", client).double(6).result(WITHIN_S) == 12
+    assert read_by("caller", client).double(6).result(WITHIN_S) == 12
     doubler.may_answer.set()
     assert late.result(WITHIN_S) == 10
 
 
-@pytest.mark.parametrize("reader", ["asker", "thread"])
+@pytest.mark.parametrize("reader", ["caller", "thread"])
 def test_the_end_of_the_server_settles_them(doubler: Doubler, socket_home: Path, reader: str) -> None:
     server = Server(doubler, f"unix:{socket_home}/server", thread_pool_size=4)
     client = lp.CourierClient(server.endpoint, wait_for_ready=False)

@@ -51,7 +51,7 @@ class Workers:
         """As `some`, with arguments for each."""
         assert ranks[0] == 0, f"rank 0 is not the first of {ranks}"
         pairs = zip(ranks[1:], args[1:], strict=True)
-        futures = [getattr(read_by("asker", self._peers[rank - 1]), method)(*own) for rank, own in pairs]
+        futures = [getattr(read_by("caller", self._peers[rank - 1]), method)(*own) for rank, own in pairs]
         try:
             results = [getattr(self.own, method)(*args[0])]
         finally:
