@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
+from lp_pipe.private_python import release_if_held_here
+
 IS_SUPPORTED = hasattr(socket, "TCP_INFO") and hasattr(socket, "TCP_KEEPIDLE")
 
 _PROBES_SHARE, _LIMIT_SHARE = 0.125, 1.2
@@ -50,11 +52,15 @@ class TcpLiveness:
         os.register_at_fork(after_in_child=self._reset)  # the child has no such thread
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._has_changed = threading.Condition(self._lock)
         self._watched: dict[int, _WatchedSocket] = {}
         self._pause_s = 1.0
         self._is_running = False
+
+    def recover(self) -> None:
+        """Release the lock if an exception interrupted the calling thread while it held it."""
+        release_if_held_here(self._lock)
 
     def watch(self, sock: socket.socket, silence_s: float, on_silence: Callable[[], object]) -> None:
         """Call `on_silence` once when nothing was acknowledged for a fifth to a third more than `silence_s`.

@@ -5,7 +5,7 @@ import threading
 import time
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, hangup_watcher, inproc, run_endpoints
+from lp_pipe.connections import Connection, hangup_watcher, inproc, run_endpoints, tcp_liveness
 from lp_pipe.connections.finalizer import add_finalizer
 from lp_pipe.errors import Unauthenticated, Unavailable
 from lp_pipe.launched import caused_by_first_failure, services_for
@@ -63,6 +63,7 @@ class Reconnector:
             self._connection.recover()
         if not self._depth:  # otherwise an operation further down on the stack may hold these
             hangup_watcher.shared.recover()
+            tcp_liveness.shared.recover()
             deadlines.shared.recover()
 
     def open_connection(self) -> ClientConnection | None:
