@@ -56,7 +56,9 @@ def readers() -> set[threading.Thread]:
 def test_who_asks_soon_reads_the_reply_himself(
     client: lp.CourierClient, no_timers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reply_reader, "_FOREGROUND_LIMIT_S", WITHIN_S)  # on a busy machine a reply may take longer than that
+    monkeypatch.setattr(
+        reply_reader, "_FOREGROUND_LIMIT_S", WITHIN_S
+    )  # on a busy machine a reply may take longer than that
     assert client.double(1) == 2  # it is connected
     before = readers()
     futures = [read_by("caller", client).double(number) for number in range(10)]
