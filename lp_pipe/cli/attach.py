@@ -46,7 +46,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         session = DebuggerSession(run_dir, node)
     except OSError as error:
         raise NotAnswered(f"node {node} no longer waits in a debugger ({error.strerror})") from error
-    with contextlib.closing(session):
+    with contextlib.closing(session.connection):
         try:
             end = session.talk(sys.stdin, sys.stdout, stay=True)
         except KeyboardInterrupt:

@@ -38,7 +38,7 @@ class LocalDebuggers:
                 session = DebuggerSession(self._run_dir, node)
             except OSError:  # the node has just gone on
                 continue
-            with contextlib.closing(session), terminal as stdout:
+            with contextlib.closing(session.connection), terminal as stdout:
                 stdout.write(f"node {node} waits in a debugger at {facts['place']} (Ctrl+D leaves it waiting)\n")
                 end = session.talk(sys.stdin, stdout, stay=False)
                 stdout.write(f"{end}\n")
@@ -56,24 +56,21 @@ def _is_in_foreground() -> bool:
 
 
 class DebuggerSession:
-    """A connection to the debugger of one node.
+    """A connection to the debugger of one node. The caller closes `connection`.
 
     Raises:
         OSError: the debugger no longer listens, or belongs to another user.
     """
 
     def __init__(self, run_dir: Path, node: str) -> None:
-        self._connection = socket.socket(socket.AF_UNIX)
+        self.connection = socket.socket(socket.AF_UNIX)
         try:
-            self._connection.connect(waiting_nodes(run_dir).get(node, {}).get("socket", ""))
-            if uid_of_peer(self._connection) not in (None, os.getuid()):
+            self.connection.connect(waiting_nodes(run_dir).get(node, {}).get("socket", ""))
+            if uid_of_peer(self.connection) not in (None, os.getuid()):
                 raise PermissionError(None, "the debugger belongs to another user")
         except OSError:
-            self._connection.close()
+            self.connection.close()
             raise
-
-    def close(self) -> None:
-        self._connection.close()
 
     def talk(self, stdin: TextIO, stdout: TextIO, *, stay: bool) -> str:
         """Pass text to `stdout` and lines from `stdin` to the debugger; returns why that ended.
@@ -87,16 +84,16 @@ class DebuggerSession:
                 line, _, typed = typed.partition(b"\n")
                 is_ready = False
                 with contextlib.suppress(OSError):  # the process has ended, which `_receive` shows next
-                    self._connection.sendall(line + b"\n")
+                    self.connection.sendall(line + b"\n")
             if is_ready and is_at_end:
                 return "detached; the node still waits in its debugger"
-            sources: list[socket.socket | TextIO] = [self._connection]
+            sources: list[socket.socket | TextIO] = [self.connection]
             sources += [] if is_at_end else [stdin]
             ready, _, _ = select.select(sources, [], [], timeout_s)
             timeout_s = None
             if not ready:
                 return GOES_ON
-            if self._connection in ready:
+            if self.connection in ready:
                 data = self._receive()
                 if not data:
                     return "the node's process has ended"
@@ -112,6 +109,6 @@ class DebuggerSession:
 
     def _receive(self) -> bytes:
         try:
-            return self._connection.recv(1 << 16)
+            return self.connection.recv(1 << 16)
         except OSError:
             return b""

@@ -37,7 +37,7 @@ def talk(run: lp.Run, commands: str, node: str = "x/0") -> str:
         with os.fdopen(reading) as typed:
             shown.write(session.talk(typed, shown, stay=True))
     finally:
-        session.close()
+        session.connection.close()
     return shown.getvalue()
 
 
@@ -117,7 +117,7 @@ def test_a_node_in_a_debugger_is_no_hang_and_one_terminal_has_it(tmp_path: Path)
         assert first._receive()
         is_taken.set()
         assert "another terminal is attached" in second.result(WITHIN_S)
-    first.close()
+    first.connection.close()
     talk(run, "c\n", "server/0")
     run.wait(WITHIN_S)
     assert run.status()["server"][0]["restarts"] == 0
