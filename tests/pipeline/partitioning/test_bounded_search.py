@@ -1,5 +1,3 @@
-import random
-
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.partitioning.bounded_search import fastest_found, lower_bound
 from lp_pipe.pipeline.partitioning.cost import COST_MODELS, CostModel
@@ -9,6 +7,7 @@ from lp_pipe.pipeline.partitioning.nested_levels import NestedLevels
 from lp_pipe.pipeline.partitioning.states import states_of
 from lp_pipe.pipeline.partitioning.timed_stages import slowest, timed_stages
 from tests.pipeline.partitioning.test_min_time import profile_of
+from tests.seeds import random_numbers
 
 MODEL = CostModel("pipedream")
 
@@ -40,9 +39,7 @@ def test_a_tensor_that_only_replicas_can_send_in_time_does_not_hide_a_later_boun
 
 
 def test_on_short_chains_the_plans_are_the_best_but_for_a_few() -> None:
-    seed = 3
-    print(f"seed {seed}")
-    draw, found_best = random.Random(seed), 0
+    draw, found_best = random_numbers(3), 0
     for _ in range(100):
         layers = [(draw.random() ** 3, 0.1, draw.random(), draw.random()) for _ in range(draw.randint(1, 10))]
         speeds = tuple(draw.choice([1.0, 0.7, 0.25]) for _ in range(draw.randint(1, 6)))

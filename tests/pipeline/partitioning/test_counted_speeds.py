@@ -1,4 +1,3 @@
-import random
 import time
 from collections.abc import Collection
 
@@ -12,6 +11,7 @@ from lp_pipe.pipeline.partitioning.states import states_of
 from lp_pipe.pipeline.partitioning.timed_stages import recomputed
 from tests.pipeline.partitioning.brute_force import fullest
 from tests.pipeline.partitioning.test_min_time import profile_of
+from tests.seeds import random_numbers
 
 FAST_LINKS = pp.Level("device", 3, 1e9)
 
@@ -27,7 +27,7 @@ def test_stages_get_devices_of_a_speed_that_they_need_wherever_those_are_in_the_
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *ASYNCHRONOUS])
 def test_what_is_found_keeps_to_the_time_and_the_memory_and_serves_each_device_once(schedule: str) -> None:
-    draw = random.Random(5)
+    draw = random_numbers(5)
     found = 0
     for _ in range(200):
         few = draw.choice([0.02, 1.0])  # bytes of parameters: replicas are cheap, or dear
@@ -87,7 +87,7 @@ def _seconds(
 
 
 def test_a_thousand_layers_on_64_devices_of_three_speeds_take_seconds_and_have_a_small_gap() -> None:
-    draw = random.Random(0)
+    draw = random_numbers(0)
     profile = profile_of([(draw.random(), 2 * draw.random(), draw.random(), draw.random()) for _ in range(1000)])
     speeds = tuple(draw.choice((1.0, 0.7, 0.5)) for _ in range(64))
     started = time.process_time()

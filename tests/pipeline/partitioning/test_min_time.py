@@ -1,4 +1,3 @@
-import random
 import time
 from itertools import product
 
@@ -14,6 +13,7 @@ from lp_pipe.pipeline.partitioning.min_memory import min_memory
 from lp_pipe.pipeline.partitioning.min_time import min_time
 from lp_pipe.pipeline.partitioning.states import states_of
 from tests.pipeline.partitioning.brute_force import best, fullest
+from tests.seeds import random_numbers
 
 ALL_SCHEDULES = (*SCHEDULES, *ASYNCHRONOUS)
 LEVEL = pp.Level("device", 12, bandwidth=1.5, latency=0.01)
@@ -28,7 +28,7 @@ def profile_of(measured: list[tuple[float, float, float, float]], *edges: tuple[
 
 
 def random_chain(layers: int, seed: int) -> pp.Profile:
-    draw = random.Random(seed).random
+    draw = random_numbers(seed).random
     return profile_of([(draw(), 2 * draw(), draw(), draw()) for _ in range(layers)])
 
 

@@ -1,4 +1,3 @@
-import random
 import time
 from math import prod
 
@@ -16,6 +15,7 @@ from lp_pipe.pipeline.partitioning.states import states_of
 from lp_pipe.pipeline.partitioning.timed_stages import fits, recomputed, slowest, timed_stages
 from tests.pipeline.partitioning.brute_force import best, fullest
 from tests.pipeline.partitioning.test_min_time import profile_of
+from tests.seeds import random_numbers
 
 ALL_SCHEDULES = (*SCHEDULES, *ASYNCHRONOUS)
 GROUPS_OF_FOUR = (pp.Level("device", 4, 10.0), pp.Level("host", 3, 10.0))
@@ -47,7 +47,7 @@ def test_stages_on_two_groups_send_over_the_link_between_them() -> None:
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES)
 def test_what_is_found_fits_and_keeps_to_the_time_and_to_the_devices_there_are(schedule: str) -> None:
-    draw = random.Random(2)
+    draw = random_numbers(2)
     found = 0
     for _ in range(300):
         few = draw.choice([0.02, 1.0])  # bytes of parameters: replicas are cheap, or dear
@@ -106,7 +106,7 @@ def test_nothing_that_is_found_beats_brute_force(
 def test_a_thousand_layers_on_nested_levels_within_little_memory_take_seconds_and_have_a_small_gap(
     counts: tuple[int, ...], schedule: str
 ) -> None:
-    draw = random.Random(0).random
+    draw = random_numbers(0).random
     profile = profile_of([(draw(), 2 * draw(), draw(), draw()) for _ in range(1000)])
     least = min_memory(states_of(profile, "none", 10), Memory(0.0, 2.0, schedule, "none", 8), 64, 64).most
     levels = [pp.Level(f"level{i}", count, 10.0 / 3**i) for i, count in enumerate(counts)]

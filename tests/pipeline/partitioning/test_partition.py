@@ -1,4 +1,3 @@
-import random
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.partitioning import cut_sampling
 from lp_pipe.pipeline.partitioning.cost import Memory
 from tests.pipeline.partitioning.brute_force import best, fullest, held
+from tests.seeds import random_numbers
 
 VGG16 = Path(__file__).parents[2] / "data" / "vgg16_graph.txt"
 ONE_LEVEL = (pp.Level("device", 4, 10.0),)
@@ -33,7 +33,7 @@ def chain(times: list[float], *, activations: float = 0.0, parameters: float = 0
 
 
 def random_chain(layers: int, seed: int = 0) -> pp.Profile:
-    draw = random.Random(seed).random
+    draw = random_numbers(seed).random
     return pp.Profile(tuple(pp.LayerProfile(f"l{i}", draw(), draw(), draw(), draw()) for i in range(layers)))
 
 
