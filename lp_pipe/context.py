@@ -38,17 +38,13 @@ class NodeServices(Protocol):
         """Return a "host:port" for a user's own server."""
 
     def first_failure(self) -> Exception | None:
-        """Return the failure that has ended the program, for clients in the launcher, which do not learn of it
-        otherwise.
-        """
+        """Return the failure that has ended the program, for the launcher's clients, which do not get it otherwise."""
 
     def request_stop(self) -> None:
         """Ask for an ordered stop of the whole program; returns when the launcher knows it."""
 
     def inner_nodes_ended(self, colocation: str) -> "Future[str]":
-        """Return a future that is done once every process of a MultiProcessingColocation (by its inner_id) has ended
-        for good.
-        """
+        """Return a future that is done once all processes of a MultiProcessingColocation (by inner_id) have ended."""
 
     def stop_inner_nodes(self, colocation: str) -> None:
         """Stop those processes in order, without stopping the program."""

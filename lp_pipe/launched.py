@@ -52,8 +52,9 @@ def launcher_of(address_id: str) -> NodeContext | None:
 
 
 def services_for(address_id: str) -> NodeServices | None:
-    """Return the services that resolve this address for the calling thread: the launcher's or its node's; None before
-    launch.
+    """Return the services that resolve this address for the calling thread, the launcher's or its node's.
+
+    None before launch.
     """
     if is_launcher_of(address_id):
         return _asked.get() or _launched[address_id][0]

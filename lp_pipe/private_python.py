@@ -22,8 +22,7 @@ from cloudpickle import cloudpickle
 
 
 def call_before_threads_are_joined(function: Callable[[], None]) -> None:
-    """Call a function when the interpreter ends, before it waits for its threads; the last one registered is called
-    first.
+    """Call a function at the interpreter's end, before it waits for its threads; last registered, first called.
 
     Lost: the interpreter calls it after that, so a script must stop the threads of its nodes itself.
     """

@@ -205,8 +205,7 @@ def norms_of_each(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def grouped_by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the positions of the tensors of each dtype, with the dtypes in the order in which torch's functions take
-    them.
+    """Return the positions of the tensors of each dtype, with the dtypes in the order that torch's functions use.
 
     Lost: the dtypes are in the order in which they first occur.
     """

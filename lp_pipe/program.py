@@ -93,8 +93,7 @@ class Program:
         max_restarts: int = 3,
         on_hang: str = "report",
     ) -> Iterator[None]:
-        """Put nodes that are added in the body into the group `label`; a label may be opened again with the same
-        options.
+        """Put nodes that are added in the body into the group `label`, which may be reopened with equal options.
 
         on_failure: what a node's failure (exception, exit, kill) means.
             "stop": the program ends, and `wait()` raises it.

@@ -27,8 +27,7 @@ _CLOCK_SKEW = datetime.timedelta(days=1)
 
 @dataclass(frozen=True)
 class Credentials:
-    """The credentials of all processes of a run: a token, and a certificate that only this run's authority has signed
-    (PEM).
+    """The credentials of all processes of a run: a token, and a certificate that the run's authority has signed (PEM).
 
     A program with these bytes can run code in every process of the run: pass them on by stdin or a file of mode 0600.
     """
@@ -43,9 +42,7 @@ class Credentials:
         return hmac.compare_digest(shown, self.token.encode())
 
     def proof(self, prover: str, nonce: str) -> str:
-        """Return a text that proves knowledge of the token without revealing it; `prover` makes it different for each
-        end.
-        """
+        """Return a text that proves knowledge of the token without revealing it, different for each `prover`."""
         return hmac.digest(self.token.encode(), f"{prover} {nonce}".encode(), "sha256").hex()
 
     def is_proof(self, shown: str, prover: str, nonce: str) -> bool:

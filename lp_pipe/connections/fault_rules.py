@@ -75,9 +75,7 @@ class _DelayedAction(NamedTuple):
 
 
 class FaultyDirection:
-    """The frames of one direction, in order: passed on at once by the thread that brings them, or late by a thread of
-    its own.
-    """
+    """The frames of one direction, in order: passed on at once by the thread that brings them, or late by another."""
 
     def __init__(self, way: Direction, deliver: OnFrame, end: Callable[[str], object]) -> None:
         self.way = way
@@ -150,11 +148,10 @@ class FaultyDirection:
 
 
 def _without_value(frame: Frame) -> Frame:
-    """Return the frame with a tag for which a channel's receiver discards the value, like left-overs of an aborted
-    operation.
+    """Return the frame with a tag that makes a channel's receiver discard the value, as of an aborted operation.
 
     The message itself must arrive: it holds the layout of later messages, the announcement of shared memory and the
-        credit.
+    credit.
     Its body begins with the tag (channels/messages.py).
     """
     return frame._replace(body=_LOWEST_TAG + bytes(frame.body[len(_LOWEST_TAG) :]))

@@ -223,8 +223,7 @@ def listen(
     credentials: Credentials | None = None,
     silence_s: float = SILENCE_S,
 ) -> Listener:
-    """Accept connections from processes of this run; with port 0 the listener's `endpoint` has the port that was
-    chosen.
+    """Accept connections from processes of this run; with port 0, the listener's `endpoint` has the chosen port.
 
     credentials, silence_s: as for `connect`.
 

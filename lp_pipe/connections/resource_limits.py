@@ -23,8 +23,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def check_descriptors(count: int) -> None:
-    """Raise an error unless `count` descriptors can be opened, for libraries that end the process without them (gloo,
-    gRPC).
+    """Check that `count` descriptors can be opened, for libraries that end the process without them (gloo, gRPC).
 
     Raises:
         OSError: too few are left.

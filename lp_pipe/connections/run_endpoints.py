@@ -124,9 +124,7 @@ def network_endpoint(endpoint: str) -> str:
 
 
 def listen_address(run: str) -> str:
-    """Return the address at which servers of this process listen for other hosts; "" without such servers or without
-    the run.
-    """
+    """Return where servers of this process listen for other hosts; "" without such servers or without the run."""
     reached_at = _members[run].reached_at if run in _members else ""
     name, _, bind = reached_at.partition(":")[2].partition("@")
     return (bind or name).strip("[]")

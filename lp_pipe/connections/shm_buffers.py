@@ -1,5 +1,4 @@
-"""Large buffers between two processes of one host, sent through shared memory: the sender copies once, the receiver
-never.
+"""Large buffers between two processes of one host: through shared memory, with one copy by the sender.
 
                                             ◄── BUFFER_RETURN, empty ──  a first large buffer came: export others
     exporter   copies into a free segment ──── buffer reference ──────►  importer maps it (once)

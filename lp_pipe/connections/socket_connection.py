@@ -275,9 +275,7 @@ class SocketConnection(PulledConnection):
         return True
 
     def _give_up(self, reason: str) -> bool:
-        """End the connection for a reason of this process; without the reason the peer would take this process for
-        dead.
-        """
+        """End the connection and send the reason, without which the peer would take this process for dead."""
         if self._closed_reason is None:
             self._send_close(reason)
         return self._end(reason)

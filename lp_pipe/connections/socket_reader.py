@@ -133,9 +133,7 @@ class SocketReader:
         return self._ahead[self._start - size : self._start]
 
     def _space(self) -> memoryview:
-        """Return where to read ahead. What was used is freed first; a header has at most MAX_HEADER_BYTES, so it fits
-        in.
-        """
+        """Return where to read ahead. Used space is freed first, so a header (at most MAX_HEADER_BYTES) fits in."""
         rest = self._end - self._start
         if self._start:
             self._ahead[:rest] = bytes(self._ahead[self._start : self._end])

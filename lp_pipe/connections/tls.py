@@ -154,8 +154,7 @@ class TlsListener(Listener):
 def listen(
     endpoint: str, on_connection: OnConnection, credentials: Credentials | None = None, silence_s: float = _SILENCE_S
 ) -> Listener:
-    """Accept connections from processes of this run; with port 0 the listener's `endpoint` has the port that was
-    chosen.
+    """Accept connections from processes of this run; with port 0, the listener's `endpoint` has the chosen port.
 
     credentials, silence_s: as for `connect`.
 

@@ -182,9 +182,7 @@ class _Handshake:
         self._credentials = credentials
 
     def refuse(self) -> None:
-        """Let the peer read the refusal: its further bytes are discarded, since closing with unread bytes would drop
-        the answer.
-        """
+        """Let the peer read the refusal: discard its bytes, since closing with unread bytes loses the answer."""
         self.is_refused = True
         self.steps = self._drain_after_refusal()
 

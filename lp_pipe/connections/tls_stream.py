@@ -74,10 +74,10 @@ class TlsStream:
         return bool(self._rest)
 
     def send(self, pieces: Sequence[Piece], *, may_wait: bool) -> None:
-        """Send the rest and all of these pieces. May block until the kernel has them, or took nothing for
-        `send_timeout_s`.
+        """Send the rest of before and all of these pieces.
 
-        may_wait: if False, never block, and keep the rest.
+        may_wait: block until the kernel has all, or took nothing for `send_timeout_s`; if False, never block, and keep
+            the rest.
 
         Raises:
             OSError: the connection is broken, or has taken nothing for too long.
@@ -169,9 +169,7 @@ def _wait(sock: socket.socket, event: int, timeout_s: float | None) -> bool:
 
 
 def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Yield small neighbours as one piece of up to a record: what belongs together arrives together and wakes its
-    reader once.
-    """
+    """Yield small neighbours as one piece of up to a record, so that they arrive together and wake the reader once."""
     small: list[Piece] = []
     room = _RECORD_BYTES
     for piece in pieces:

@@ -87,9 +87,7 @@ def _place(
 
 
 def _keep_apart(wishes: list[float], widths: list[float]) -> list[float]:
-    """Return centres near the wishes, in order and without overlap: the mean of packing from the left and from the
-    right.
-    """
+    """Return centres near the wishes, in order, without overlap: the mean of packing from the left and the right."""
     from_left = _pushed(wishes, widths)
     mirrored = _pushed([-wish for wish in reversed(wishes)], widths[::-1])
     return [(one - other) / 2 for one, other in zip(from_left, reversed(mirrored), strict=True)]

@@ -4,9 +4,7 @@ from lp_pipe.graph.graph_view import GraphView
 
 
 def to_dot(view: GraphView) -> str:
-    """Return DOT text with one cluster a group and one node a node; arrows point from the user to the server that it
-    calls.
-    """
+    """Return DOT text with a cluster for each group; arrows point from the user to the server that it calls."""
     lines = [
         f"digraph {_quoted(view.program)} {{",
         '  node [shape=box, style="rounded,filled", fillcolor=white, fontname="Helvetica"];',

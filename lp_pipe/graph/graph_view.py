@@ -74,9 +74,7 @@ class GraphView:
         return self._in_order({edge.server for edge in self._edges_from(users)})
 
     def channels_of(self, users: Iterable[NodeView]) -> dict[str, list[str]]:
-        """Return, by kind of channel, the names of the nodes to which any of `users` sends tensors, in the program's
-        order.
-        """
+        """Return, by kind of channel, the nodes to which any of `users` sends tensors, in the program's order."""
         table: dict[str, set[str]] = {}
         for edge in self._edges_from(users):
             if edge.channel:

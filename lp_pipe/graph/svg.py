@@ -37,8 +37,7 @@ PALETTE = (
 
 
 def to_svg(view: GraphView) -> str:
-    """Return an SVG: groups are boxes, users are above their servers; an arrow points from a user to the server it
-    calls.
+    """Return an SVG with groups as boxes, and arrows that point down from users to the servers that they call.
 
     A large group is one stack of cards. An arrow to or from a box stands for all of its members; hovering over an arrow
     shows which handles it stands for. Where tensors travel, the kind of channel is written along the arrow.

@@ -18,8 +18,10 @@ class _TextRow(NamedTuple):
 
 
 def to_text(view: GraphView) -> str:
-    """Return a tree of groups and nodes. `→` names the nodes that a node holds handles of, and after `;`, by kind of
-    channel, those that it sends tensors to (`; shm: stages/1`).
+    """Return a tree of groups and nodes.
+
+    `→` names the nodes that a node holds handles of; behind `;` are those to which it sends tensors, by kind of channel
+    (`; shm: stages/1`).
 
     char_gpt: 4 nodes in 3 groups (→ holds a handle of)
       feeder   CourierNode  Feeder

@@ -10,9 +10,7 @@ ClientT = TypeVar("ClientT")
 
 
 class Handle(ABC, Generic[ClientT]):
-    """The object that `program.add_node` returns: pass it to other nodes' constructors, which get a client in its
-    place.
-    """
+    """The object that `program.add_node` returns; other nodes that it is passed to get a client in its place."""
 
     channel = ""  # for a handle to which tensors are sent instead of calls: the kind of channel that was asked for
 

@@ -117,9 +117,7 @@ class _Cacher:
         return entry.result if is_known else self._shared(entry.result, lambda: call(*args, **kwargs))
 
     def _shared(self, result: "Future[Any]", call: Callable[[], "Future[Any]"]) -> "Future[Any]":
-        """Return the result that another caller waits for; if it is a stream, which only one can read, make another
-        call.
-        """
+        """Return the result that another caller waits for; for a stream, which only one can read, make another call."""
         reply: Future[Any] = Future()
 
         def outcome() -> Any:

@@ -77,9 +77,7 @@ class _Request(NamedTuple):
 
 
 class BatchedHandler:
-    """A function that is called in batches. A call of the handler waits for its batch; servers use `submit`, which does
-    not.
-    """
+    """A function that is called in batches: a call waits for its batch, and `submit`, which servers use, does not."""
 
     def __init__(
         self, function: Callable[..., Any], batch_size: int, max_parallelism: int, timeout_s: float, pad_batch: bool

@@ -56,9 +56,7 @@ def reduce_class(kind: Any, reduced: tuple[Any, ...], by_value: Callable[[type],
 
 
 class ClassReference:
-    """A reference, in a pickle, to a class that does not travel, for a process that has it (above all the one it came
-    from).
-    """
+    """A reference, in a pickle, to a class that does not travel, for a process that has the class."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -191,9 +189,7 @@ def _with_slots(
 
 
 def _members(kind: Any) -> dict[str, tuple[tuple[Any, ...], Any]]:
-    """Return for each name, also of aliases, the arguments that make the member as its data type (int, str), and its
-    value.
-    """
+    """Return, by name (also of aliases), what makes the member as its data type (int, str), and its value."""
     return {name: (_data_of(member, data_type_of(kind)), member._value_) for name, member in kind.__members__.items()}
 
 

@@ -128,9 +128,7 @@ class ClientConnection:
             raise
 
     def read_for(self, inbox: Inbox, timeout_s: float | None) -> None:
-        """Read until the inbox has something, in code that has interrupted the reading thread: no other thread can
-        read.
-        """
+        """Read until the inbox has something, in code that has interrupted the reading thread."""
         if nesting.depths.get(get_ident()):
             self._read_inside(lambda: not inbox.is_empty, None if timeout_s is None else time.monotonic() + timeout_s)
 

@@ -339,9 +339,7 @@ def _reduce_class(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _found_by_name(obj: Any) -> bool:
-    """Return whether the peer gets the same object by importing its module: not for `__main__`, lambdas or local
-    classes.
-    """
+    """Return whether the peer gets the object by importing its module: not for `__main__`, lambdas, local classes."""
     module_name, name = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
     if not isinstance(module_name, str) or name is None or module_name == main_module.MAIN:
         return False

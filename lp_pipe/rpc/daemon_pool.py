@@ -41,9 +41,7 @@ class DaemonPool:
             self._add_thread()
 
     def start(self, operation: Callable[[], T]) -> "Future[T]":
-        """Run the operation in the pool; the Future has its result or error, or Unavailable if the pool is closed
-        already.
-        """
+        """Run the operation in the pool; the Future has its result or error, or Unavailable if the pool is closed."""
         future: Future[T] = Future()
         with self._lock:  # what is submitted before the close will be done
             if not self._is_closed:

@@ -167,9 +167,7 @@ def _make_module(name: str) -> types.ModuleType:
 
 
 def _keep_spawned_children_from_the_script() -> None:
-    """Keep children that multiprocessing spawns from running the script as their `__main__`, which would launch it
-    again.
-    """
+    """Keep children that multiprocessing spawns from running the script, which would launch the program again."""
     from multiprocessing import spawn
 
     if hasattr(spawn.get_preparation_data, "_lp_pipe_original"):

@@ -14,9 +14,7 @@ _BACKGROUND = 1 << 20  # deeper than any thread's own calls
 
 
 class in_background:
-    """A context for what a thread does for others, such as reading: calls inside it come only from code that interrupts
-    it.
-    """
+    """A context for what a thread does for others, such as reading: only interrupting code makes calls inside it."""
 
     __slots__ = ("_before",)
 

@@ -47,9 +47,7 @@ class PendingCalls:
         return None
 
     def take_arrived(self, call_id: int) -> PendingCall | None:
-        """Remove and return the call of a reply; `fail_arrived` finds it if the thread is interrupted before it
-        delivers.
-        """
+        """Remove and return the call of a reply; if the thread is interrupted now, `fail_arrived` finds the call."""
         for calls in (self.blocked, self.futures, self.promised, self.others):
             call: PendingCall | None = calls.get(call_id)
             if call is not None:

@@ -1,6 +1,4 @@
-"""The threads of a server: those that run handlers also read the callers' sockets, which saves a switch between
-threads.
-"""
+"""The threads of a server: those that run handlers also read the callers' sockets, which saves a thread switch."""
 
 import contextlib
 import functools

@@ -152,9 +152,7 @@ def _portable_args(args: tuple[Any, ...]) -> bytes:
 
 
 def _portable(value: Any) -> bytes:
-    """Serialize `value`, or a NotSent in its place. Locks become new ones: the threads that waited for them have
-    stayed.
-    """
+    """Serialize `value`, or a NotSent in its place; locks become new ones."""
     try:
         return codec.dumps(value, new_locks=True)
     except Exception as error:

@@ -61,9 +61,7 @@ class StreamSource(Protocol):
         """Send a frame of a call that was sent already."""
 
     def read_for(self, inbox: Inbox, timeout_s: float | None) -> None:
-        """Read until the inbox has something, in code that has interrupted the reading thread: no other thread can
-        read.
-        """
+        """Read until the inbox has something, in code that has interrupted the reading thread."""
 
     def end_stream(self, call_id: int) -> None:
         """Stop a stream; its generator is closed, unless it has ended."""

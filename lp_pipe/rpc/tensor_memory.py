@@ -22,9 +22,7 @@ def without_repeats(tensor: Any) -> Any:
 
 
 def overlaps(tensor: Any) -> bool:
-    """Return whether elements share memory (windows made by unfold): such a tensor cannot be written, so it becomes
-    dense.
-    """
+    """Return whether elements share memory (windows of unfold): such a tensor is not writable, so it becomes dense."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -68,7 +66,5 @@ def copy_with_layout(tensor: Any, stride: Sequence[int], offset: int) -> Any:
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return row-major strides, also of dimensions of size 1, by which convolutions recognise channels_last (1 x 1
-    weights).
-    """
+    """Return row-major strides, also for dimensions of size 1, by which convolutions recognise channels_last."""
     return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))

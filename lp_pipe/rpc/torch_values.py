@@ -16,9 +16,7 @@ _NAMES_OF_OPS: dict[str, Callable[[Any], list[str]]] = {
 
 
 def _private_torch() -> Any:
-    """Return the module `private_torch`, which imports torch: here torch is in use already, or a value that needs it
-    arrived.
-    """
+    """Return the module `private_torch`, which imports torch: torch is in use already, or a value needs it."""
     from lp_pipe import private_torch
 
     return private_torch
