@@ -120,7 +120,7 @@ def test_a_resumed_run_without_a_checkpoint_says_that_it_begins_anew(
 
     main(["launch", "train.py", "--mode=thread", "--resume=mine", "--json"])
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert next(event["text"] for event in events if event["event"] == "note").startswith("no checkpoint")
+    assert next(event["text"] for event in events if event["event"] == "note").startswith("starting at step 0")
 
 
 def test_what_a_pipeline_has_saved_by_itself_is_listed_verified_and_exported(
