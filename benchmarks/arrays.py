@@ -1,4 +1,4 @@
-"""What a 64 MiB array costs as argument or as result of a call on one host, beside memcpy and a unary grpc call.
+"""Measure the cost of a 64 MiB array as argument or result of a call on one host, beside memcpy and a unary grpc call.
 
     python -m benchmarks.arrays [--repeats 15] [--mib 64] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What asynchronous 1F1B gains and costs: throughput of a full pipeline, and updates until the same validation loss.
+"""Measure asynchronous 1F1B: throughput of a full pipeline, and updates until the same validation loss.
 
     python -m benchmarks.asynchronous [--only throughput|quality] [--seeds 1] [--quick] [--json FILE]
 
@@ -55,7 +55,7 @@ class SameBatch:
 
 
 def throughput(schedule: str, microbatches: int, steps: int, sleep_s: float, folder: str) -> dict[str, Any]:
-    """Of the slowest stage's rate, what the pipeline reaches in each step but the first two and the last one."""
+    """Measure the pipeline's share of the slowest stage's rate in each step, without the first two and the last one."""
     run_dir = pathlib.Path(folder) / f"{schedule}-{microbatches}"
     records = [run_dir.with_suffix(f".{stage}") for stage in range(_STAGES)]
     program = lp.Program(f"bench_{schedule}")

@@ -1,4 +1,4 @@
-"""What a call between two processes of one host costs: lp_pipe, a bare socket, and grpc.
+"""Measure a call between two processes of one host: lp_pipe, a bare socket, and grpc.
 
     python -m benchmarks.calls [--repeats 5] [--quick] [--json FILE]
 
@@ -29,7 +29,7 @@ _GRPC_METHOD = "/benchmark/add"
 
 
 class Party(Protocol):
-    """One way of calling `add` in the other process."""
+    """A way to call `add` in the other process."""
 
     def call(self) -> object:
         """Call and wait."""
@@ -167,7 +167,7 @@ def latency_us(party: Party, calls: int) -> float:
 
 
 def calls_per_s(party: Party, calls: int) -> float:
-    """With OUTSTANDING calls under way all the time; the oldest is waited for."""
+    """Measure calls with OUTSTANDING of them in flight; each time wait for the oldest."""
     start = time.perf_counter()
     waiting = deque(party.start() for _ in range(OUTSTANDING))
     for _ in range(calls - OUTSTANDING):

@@ -1,4 +1,4 @@
-"""How long tensors take from one process to another: channels of each kind, torch's gloo alone and a memcpy.
+"""Measure the time of tensors from one process to another: channels of each kind, torch's gloo alone, a memcpy.
 
     python -m benchmarks.channel [--json FILE] [--repeats N] [--pin]
 
@@ -35,7 +35,7 @@ _ROUND_TRIPS = {1 << 16: 200, 1 << 20: 100, 1 << 26: 4}
 
 
 class Peer:
-    """One of the two processes; both run the same program, the second one answers."""
+    """A process of the two; both run the same program, and the second one answers."""
 
     def __init__(self, directory: str, rank: int) -> None:
         self.rank = rank
@@ -48,7 +48,7 @@ class Peer:
         self._senders: dict[str, Sender] = {}
 
     def connect(self) -> None:
-        """Both hubs listen once gloo's rendezvous is over."""
+        """Connect to the other process's hubs, which listen once gloo's rendezvous is over."""
         dist.init_process_group("gloo", f"file://{self._directory}/store", rank=self.rank, world_size=2)
         endpoints: list[dict[str, str]] = [{}, {}]
         dist.all_gather_object(endpoints, {kind: hub.endpoint for kind, hub in self._hubs.items()})

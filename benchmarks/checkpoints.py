@@ -1,4 +1,4 @@
-"""What checkpoints cost, and what a killed stage costs: the char GPT in processes.
+"""Measure the cost of checkpoints and of a killed stage: the char GPT in processes.
 
     python -m benchmarks.checkpoints [--rounds 25] [--recoveries 7] [--quick] [--json FILE]
 
@@ -173,7 +173,7 @@ def _cost(taken: dict[str, list[float]], party: str) -> dict[str, Any]:
 
 
 def _cpu_s(run: lp.Run) -> float:
-    """Of all nodes so far."""
+    """Return the CPU seconds of all nodes so far."""
     pids = [row["pid"] for rows in run.status().values() for row in rows]
     stats = [pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")

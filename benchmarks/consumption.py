@@ -1,4 +1,4 @@
-"""What processes hold right now, from /proc: memory, threads, file descriptors, shared memory (Linux only)."""
+"""Read from /proc what processes hold now: memory, threads, file descriptors, shared memory (Linux only)."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ _MIB = 1 << 20
 
 
 class Held(NamedTuple):
-    """Of one process; zeros when it has ended."""
+    """The figures of a process; zeros if it has ended."""
 
     rss_mib: float = 0.0
     threads: int = 0
@@ -40,7 +40,7 @@ def shared_mib(pids: Iterable[int]) -> float:
 
 
 def bytes_in(folder: pathlib.Path) -> int:
-    """Of all files below it; what goes away meanwhile is left out."""
+    """Return the size of all files below a folder, without those that disappear meanwhile."""
     total = 0
     for path in _files_in(folder):
         with contextlib.suppress(OSError):

@@ -46,7 +46,7 @@ Row = dict[str, float]
 
 
 def train(pipeline: pp.PipelineClient, folder: pathlib.Path, steps: int, pause_s: float) -> None:
-    """Until there were so many, or the file `enough` is there; then leave a word about it."""
+    """Train until `steps` are done or the file `enough` exists; then write the fingerprint to a file."""
     checkpoints = Checkpoints({"pipeline": pipeline})
     for result in checkpoints.steps(pipeline, steps, save_every=_SAVE_EVERY):
         (folder / "step").write_text(str(result.step))
@@ -132,7 +132,7 @@ def _template(pids: list[int]) -> int:
 def measured(
     folder: pathlib.Path, seconds: float, every_s: float, write: Callable[[Row], object]
 ) -> tuple[list[Row], int]:
-    """What was written down, and how many were killed."""
+    """Run the program with failures; return the recorded figures and the number of killed nodes."""
     rows: list[Row] = []
     start = time.monotonic()
     with lp.launch(program(folder, _MANY, _PAUSE_S), "process", run_dir=folder / "run") as run:
@@ -169,7 +169,7 @@ def writing(path: pathlib.Path | None) -> Iterator[Callable[[Row], object]]:
 
 
 def growth(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """By figure: medians of the second and the last quarter, and whether it has grown."""
+    """Return, for each figure, the medians of the second and the last quarter, and whether it has grown."""
     quarter = len(rows) // 4
     found = {}
     for name in rows[0].keys() - {"seconds", "failures", "step"}:

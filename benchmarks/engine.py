@@ -1,4 +1,4 @@
-"""What the pipeline engine costs per action: stages that compute nothing, in processes.
+"""Measure the pipeline engine's cost per action with stages that compute nothing, in processes.
 
     python -m benchmarks.engine [--repeats 7] [--quick] [--json FILE]
 
@@ -51,7 +51,7 @@ def sgd(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 class Feeder:
-    """One row for each micro-batch."""
+    """A feeder of batches with one row for each micro-batch."""
 
     def __init__(self, microbatches: int) -> None:
         self._batch = (torch.ones(microbatches, _WIDTH), torch.ones(microbatches, 1))

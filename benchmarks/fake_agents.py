@@ -27,7 +27,7 @@ PATIENCE_S = 300.0
 
 
 class FakeHost:
-    """What an agent asks of its ProcessHost; the nodes run until they are told to stop."""
+    """A replacement for an agent's ProcessHost, whose nodes run until they are told to stop."""
 
     def __init__(self, name: str, assignment: Assignment, coordinator: RemoteCoordinator) -> None:
         self.mark = ""
@@ -57,7 +57,7 @@ class FakeHost:
         return [View([], [], node_id, 0.0) for node_id in self.addresses]
 
     def close(self) -> None:
-        """There is nothing."""
+        """Do nothing."""
 
 
 class FakeAgent(agent.Agent):

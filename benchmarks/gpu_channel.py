@@ -1,4 +1,4 @@
-"""How long CUDA tensors take from one process to another on one GPU: by CUDA IPC, by NCCL, and by the host's memory.
+"""Measure the time of CUDA tensors between two processes on one GPU: CUDA IPC, NCCL, and the host's memory.
 
     python -m benchmarks.gpu_channel [--repeats 7]
 
@@ -30,7 +30,7 @@ _TIMEOUT_S = 120.0
 
 
 class Peer:
-    """One of the two processes; the second one sends back what it gets."""
+    """A process of the two; the second one sends back what it receives."""
 
     def __init__(self, directory: str, rank: int) -> None:
         self._hub = ChannelHub(f"unix:{directory}/{rank}", f"peer/{rank}")
@@ -102,7 +102,7 @@ def answer(directory: str, endpoint: str, repeats: int) -> None:
 
 @contextlib.contextmanager
 def second_process(directory: str, endpoint: str, repeats: int) -> Iterator[str]:
-    """Its endpoint."""
+    """Start the second process and yield its endpoint."""
     command = [
         sys.executable,
         "-m",

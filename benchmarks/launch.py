@@ -1,4 +1,4 @@
-"""What starting a program costs, beside the same number of bare interpreters or threads.
+"""Measure the start of a program, beside the same number of bare interpreters or threads.
 
     python -m benchmarks.launch [--repeats 3] [--quick] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What stages hold for their backwards, beside what the schedule predicts: GPipe's table of recompute, on this machine.
+"""Measure the memory that stages hold for backwards, beside the schedule's prediction: GPipe's table of recompute.
 
     python -m benchmarks.memory [--stages 2,4] [--blocks 8] [--quick] [--json FILE]
 
@@ -34,7 +34,7 @@ _FACTOR = 4  # a block's inner width to its outer one
 
 
 class Size(NamedTuple):
-    """Of the stack, and of what it trains on. rows: samples of a micro-batch."""
+    """The sizes of the stack and its data. rows: samples of a micro-batch."""
 
     blocks: int
     width: int
@@ -109,7 +109,7 @@ def measured(size: Size, stages: int, schedule: str, recompute: Any) -> list[pp.
 
 
 def predicted(size: Size, stages: int, schedule: str, recompute: str) -> list[int]:
-    """For each worker. The first one's inputs are slices of the batch, which are no activations."""
+    """Return each worker's predicted bytes. The first one's inputs are slices of the batch and no activations."""
     order = pp.make_schedule(schedule, stages, size.microbatches)
     each = size.blocks // order.stages
     group = {"none": 0, "every 2": min(2, each), "full": each}[recompute]  # blocks of a segment

@@ -1,4 +1,4 @@
-"""What it costs to be on two hosts: calls, a pipeline of two stages, and the start, beside what each could cost.
+"""Measure the cost of two hosts: calls, a pipeline of two stages, and the start, beside a lower bound of each.
 
     python -m benchmarks.multihost [--repeats 7] [--quick] [--json FILE]
 
@@ -136,7 +136,7 @@ def _start_nodes(hosts: Hosts) -> float:
 
 
 def summary(values: Values, base: str) -> dict[str, Any]:
-    """By party its figures, and the ratio to the base's of the same round."""
+    """Return each party's figures, and their ratio to the base's of the same round."""
     return {
         name: {"figures": spread(own), "ratio": spread(a / b for a, b in zip(own, values[base], strict=True))}
         for name, own in values.items()

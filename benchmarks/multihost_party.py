@@ -1,4 +1,4 @@
-"""One end of the calls between two hosts: a server that answers over lp_pipe and over grpcio, or their client.
+"""An end of the calls between two hosts: a server that answers over lp_pipe and over grpcio, or their client.
 
     python -m benchmarks.multihost_party serve ADDRESS                  < credentials
     python -m benchmarks.multihost_party call ENDPOINTS ROUNDS CALLS    < credentials

@@ -24,13 +24,13 @@ class Host(NamedTuple):
         return ["nsenter", f"--net=/run/netns/{self.namespace}", *arguments]
 
     def sent_bytes(self) -> int:
-        """By its end of the link, headers included."""
+        """Return the bytes at its end of the link, with headers."""
         shown = _run(*self.command("ip", "-j", "-s", "link", "show", "dev", self.device))
         statistics: dict[str, Any] = json.loads(shown)[0]["stats64"]["tx"]
         return int(statistics["bytes"])
 
     def limit(self, bytes_per_s: float | None) -> None:
-        """What it sends, from now on; None: nothing does."""
+        """Limit what it sends from now on; None: no limit."""
         with contextlib.suppress(subprocess.CalledProcessError):  # there was no limit before
             _run(*self.command("tc", "qdisc", "del", "dev", self.device, "root"))
         if bytes_per_s is not None:
@@ -39,7 +39,7 @@ class Host(NamedTuple):
 
 
 def why_not() -> str:
-    """Why there can be no namespaces here; empty where there can."""
+    """Return why this machine allows no network namespaces; empty if it does."""
     if os.geteuid():
         return "this needs root"
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -48,7 +48,7 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Both go, with their link, when the body ends.
+    """Create two namespaces with a link, and remove them when the body ends.
 
     Raises:
         CalledProcessError: this system does not allow them.

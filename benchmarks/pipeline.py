@@ -74,7 +74,7 @@ def launched(workload: Workload, microbatches: int, schedule: str, run_dir: str)
 
 
 def lp_pipe_turn(client: pp.PipelineClient, steps: int) -> Turn:
-    """As a user's training loop."""
+    """Train as a user's loop does."""
     step_s, losses = [], []
     start = time.monotonic()
     for result in client.steps(steps):
@@ -135,7 +135,7 @@ class Comparison:
         return self._figures()
 
     def _parties(self, ranks: Ranks, clients: dict[str, pp.PipelineClient]) -> dict[str, Callable[[int, int], Turn]]:
-        """In the order of their turns."""
+        """Return the parties in the order of their turns."""
         parties = {"single": self._rank_party(ranks, "single")}
         for schedule, client in clients.items():
             parties[f"lp_pipe/{schedule}"] = functools.partial(_lp_pipe_party, client)
@@ -164,7 +164,7 @@ class Comparison:
             self._losses.setdefault(name, []).extend(turn.losses)
 
     def _explain(self, client: pp.PipelineClient) -> dict[str, float]:
-        """Where a step's time goes: medians over a few more steps, in ms. update: behind the last action."""
+        """Measure the parts of a step: medians over a few more steps, in ms. update: after the last action."""
         traces = client.trace(max(2, self._steps))
         parts = [_parts(trace) for trace in traces]
         found = {name: statistics.median(part[name] for part in parts) for name in parts[0]}
@@ -193,7 +193,7 @@ class Comparison:
         }
 
     def _ratios(self, schedule: str) -> dict[str, Any]:
-        """Of throughputs, so that more is better."""
+        """Return ratios of throughputs, so that more is better."""
         ours, theirs = self._step_s[f"lp_pipe/{schedule}"], self._step_s[f"torch/{schedule}"]
         beside = {
             "single": self._step_s["single"],
@@ -225,7 +225,7 @@ def _lp_pipe_party(client: pp.PipelineClient, first_step: int, steps: int) -> Tu
 
 
 def _ratio(theirs: list[list[float]], ours: list[list[float]]) -> dict[str, Any]:
-    """How many times faster ours is: of each round's median step; "best" compares the fastest steps of all.
+    """Return how many times faster ours is, by each round's median step; "best" compares the fastest steps of all.
 
     On a machine that others use too, the fastest steps are those that nobody disturbed.
     """
@@ -235,7 +235,7 @@ def _ratio(theirs: list[list[float]], ours: list[list[float]]) -> dict[str, Any]
 
 
 def _parts(trace: pp.StepTrace) -> dict[str, float]:
-    """One step's ms: until the first action; then what the busiest worker does until the last one.
+    """Return a step's ms: until the first action, then what the busiest worker does until the last one.
 
     It computes; is before its first action or behind its last one (the bubble's ends); or between two actions, where it
     sends, receives and waits.

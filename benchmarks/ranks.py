@@ -22,7 +22,7 @@ _TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 class Timing(NamedTuple):
-    """What each step of a party took in one process, in seconds; its losses, where that process computes them."""
+    """The seconds of each step of a party in one process; its losses, if that process computes them."""
 
     step_s: list[float]
     optimizer_s: list[float]
@@ -86,7 +86,7 @@ class TorchPipeline:
 
 
 class LoneHalf:
-    """One stage's whole computation without its neighbour: what it received is made up beforehand.
+    """A stage's whole computation without its neighbour, on inputs that are made beforehand.
 
     Its weights never move (the learning rate is next to nothing), or the made-up gradients would lead them astray.
     schedule: whose order of forwards and backwards; None: each backward comes right behind its forward, so that one

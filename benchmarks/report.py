@@ -1,4 +1,4 @@
-"""What benchmarks print: a table for people, one JSON object for programs."""
+"""The output of benchmarks: a table, or one JSON object."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def spread(values: Iterable[float]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures come from."""
+    """Return the machine and versions that belong to the figures."""
     return {
         "cpus": os.cpu_count(),
         "usable_cpus": len(os.sched_getaffinity(0)),
@@ -43,7 +43,7 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def write_json(figures: dict[str, Any], path: pathlib.Path | None) -> None:
-    """One line: to the file, or to stdout after the tables."""
+    """Write one line: to the file, or to stdout after the tables."""
     text = json.dumps(figures) + "\n"
     if path is None:
         sys.stdout.write(text)

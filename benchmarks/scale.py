@@ -1,4 +1,4 @@
-"""What a launcher needs for many hosts: real coordinator, real connections, fake agents (benchmarks/fake_agents.py).
+"""Measure a launcher with many hosts: real coordinator, real connections, fake agents (benchmarks/fake_agents.py).
 
     python -m benchmarks.scale [--nodes 1000,3000,10000] [--per-host 20] [--quick] [--json FILE]
 
@@ -42,7 +42,7 @@ class Server:
 
 
 class FakeHosts(Engine):
-    """Its agents wait in some processes that have been started before."""
+    """An engine whose agents wait in processes that were started before."""
 
     is_local = True
 

@@ -1,4 +1,4 @@
-"""What schedules promise and what they keep: stages that sleep instead of computing, real tensors between processes.
+"""Compare schedules with their simulation: stages that sleep instead of computing, real tensors between processes.
 
     python -m benchmarks.schedules [--schedules 1f1b,zbv] [--workers 2,4] [--microbatches 1,4,32] [--full] [--json FILE]
 
@@ -39,7 +39,7 @@ _ALL = [name for name in pp.schedules() if name != "forward" and not name.starts
 
 
 class Case(NamedTuple):
-    """One pipeline. `sleep_s`: of each virtual stage, for each of F, I and W."""
+    """A pipeline. `sleep_s`: the seconds of each virtual stage, for each of F, I and W."""
 
     name: str
     workers: int
@@ -114,7 +114,7 @@ def measured_of_torch(case: Case, repeats: int, folder: str) -> Outcome:
 
 
 def layers_alone(case: Case) -> float:
-    """What a worker's layers take without a pipeline, while the other workers' do the same, of what they sleep."""
+    """Measure a worker's layers without a pipeline, while the other workers' do the same, relative to their sleep."""
     count, layers = case.workers, case.schedule().stages // case.workers
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(count, mp_context=spawn) as pool:
@@ -186,7 +186,7 @@ def _cell(values: dict[str, Any] | None, form: str) -> str:
 
 
 def cases(names: list[str], workers: list[int], microbatches: list[int], action_s: float) -> list[Case]:
-    """Those that exist; what does not is said on stderr."""
+    """Return the schedules that exist; others are named on stderr."""
     found = []
     for name in names:
         for count in workers:

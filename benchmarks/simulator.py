@@ -1,4 +1,4 @@
-"""What simulating a large schedule takes: 512 stages and 2,048 micro-batches of 1F1B, two million actions.
+"""Measure the simulation of a large schedule: 512 stages and 2,048 micro-batches of 1F1B, two million actions.
 
     python -m benchmarks.simulator [--schedules 1f1b,zb_h1] [--stages 512] [--microbatches 2048] [--quick] [--json FILE]
 
@@ -27,7 +27,7 @@ _KIB = 1024 if sys.platform != "darwin" else 1  # what ru_maxrss counts in
 
 
 def measured(name: str, stages: int, microbatches: int) -> dict[str, Any]:
-    """In this process: seconds of each part, and the peak of memory after making and after simulating."""
+    """Measure in this process: seconds of each part, and the peak of memory after making and after simulating."""
     made_s, _, schedule = _timed(lambda: pp.make_schedule(name, stages, microbatches))
     made_bytes = _peak_bytes()
     simulated_s, simulated_cpu_s, timeline = _timed(lambda: pp.simulate(schedule, _EQUAL))

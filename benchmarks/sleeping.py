@@ -29,7 +29,7 @@ _FORWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT, _FORWARDS = range(4)  # places in i
 
 
 def slept(record: pathlib.Path) -> Slept:
-    """What the sleeper with this record has slept so far."""
+    """Return the seconds that the sleeper with this record has slept so far."""
     return Slept(*_FORM.unpack(record.read_bytes()))
 
 
@@ -102,12 +102,12 @@ def sgd(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def batch(microbatches: int) -> tuple[Tensor, Tensor]:
-    """One row for each micro-batch."""
+    """Return a batch with one row for each micro-batch."""
     return torch.ones(microbatches, WIDTH), torch.ones(microbatches, 1)
 
 
 def alone(sleep_s: float, layers: int, microbatches: int) -> float:
-    """What so many sleepers take, forwards and backwards in a plain loop, in units of what they sleep meanwhile."""
+    """Measure sleepers, forwards and backwards in a plain loop, in units of their sleep."""
     torch.set_num_threads(1)
     sleepers = [Sleeper(sleep_s) for _ in range(layers)]
     model = nn.Sequential(Start(), *sleepers)

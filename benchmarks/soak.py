@@ -31,7 +31,7 @@ class Server:
 
 
 class Callers:
-    """Some of the clients, each with a thread and a connection of its own."""
+    """Some of the clients, each with its own thread and connection."""
 
     def __init__(self, server: lp.CourierClient, count: int) -> None:
         self._address = server.address

@@ -28,7 +28,7 @@ _LATEST = 0.8  # of the undisturbed run: later, a faster one would be over
 
 
 class Program(NamedTuple):
-    """What is run: a target of `lp_pipe launch` that prints the sha256 of its parameters, and resumes."""
+    """A target of `lp_pipe launch` that prints the sha256 of its parameters, and can be resumed."""
 
     target: str
     flags: tuple[str, ...]
@@ -51,7 +51,7 @@ class Round(NamedTuple):
 
 
 class Chance(NamedTuple):
-    """What a round draws from. usual_s: of the undisturbed run; longest_stop_s: of a SIGSTOP."""
+    """The options of a round. usual_s: the time of an undisturbed run; longest_stop_s: the longest SIGSTOP."""
 
     rng: random.Random
     modes: Sequence[str]
@@ -61,7 +61,7 @@ class Chance(NamedTuple):
 
 
 class Run:
-    """One round's runs, in one folder."""
+    """The runs of a round, in one folder."""
 
     def __init__(self, program: Program, folder: pathlib.Path) -> None:
         self._program = program
@@ -159,7 +159,7 @@ def disturbed(program: Program, folder: pathlib.Path, chance: Chance) -> Round:
 def _strikes(
     run: Run, process: "subprocess.Popen[bytes]", chance: Chance, moment: str, is_resumed: bool
 ) -> list[Strike]:
-    """One, or two if the first one makes the restart that the second one strikes."""
+    """Make one strike, or two if the first causes the restart that the second one hits."""
     rng = chance.rng
     if moment == "write":
         is_hit = _wait_until(
@@ -209,7 +209,7 @@ def _wait_until(
 
 
 def _sleep(process: "subprocess.Popen[bytes]", seconds: float) -> None:
-    """Not longer than the run lives."""
+    """Sleep, but not longer than the run lives."""
     deadline = time.monotonic() + seconds
     while process.poll() is None and (left := deadline - time.monotonic()) > 0:
         time.sleep(min(left, 0.02))

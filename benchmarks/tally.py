@@ -21,7 +21,7 @@ from lp_pipe.programs.parameter_shards import Sgd, Vector
 
 
 class Count(Sgd):
-    """In place of a descent: how many gradients have changed each parameter."""
+    """An optimizer that counts, instead of descending, how many gradients have changed each parameter."""
 
     def step(self, parameters: Vector, velocity: Vector, gradient: Vector) -> tuple[Vector, Vector]:
         return parameters + (gradient != 0), velocity
@@ -62,7 +62,7 @@ class Options:
 
 
 def print_counts(result: TrainingResult) -> None:
-    """What differs from run to run, such as staleness, is left out."""
+    """Print the result without values that differ from run to run, such as staleness."""
     print_result(dataclasses.replace(result, repeated=0, mean_staleness=0.0, max_staleness=0))
 
 

@@ -1,4 +1,4 @@
-"""What a call over TCP costs: lp_pipe over TLS, over a gRPC stream with and without mTLS, and grpcio's unary calls.
+"""Measure a call over TCP: lp_pipe over TLS, over a gRPC stream with and without mTLS, and grpcio's unary calls.
 
     python -m benchmarks.tcp [--repeats 7] [--quick] [--json FILE]
 

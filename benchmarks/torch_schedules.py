@@ -27,7 +27,7 @@ _PATIENCE_S = 60.0
 
 
 class RankSteps(NamedTuple):
-    """What one rank has measured: when each step began and ended (time.monotonic), and what its stages slept."""
+    """The figures of a rank: when each step began and ended (time.monotonic), and the sleep of its stages."""
 
     steps: list[tuple[float, float]]
     slept: dict[int, Slept]

@@ -43,7 +43,7 @@ class Workload:
         return nn.Sequential(*built)
 
     def half(self, rank: int) -> nn.Sequential:
-        """One of the two stages."""
+        """Return a stage of the two."""
         return self.layers(self.cut) if rank else self.layers(0, self.cut)
 
     def batch(self, step: int) -> Batch:

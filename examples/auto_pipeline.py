@@ -1,4 +1,4 @@
-"""From a plain nn.Module to a pipeline that is cut where its measured layers say.
+"""Turn a plain nn.Module into a pipeline that is cut by the measured times of its layers.
 
     lp_pipe launch examples/auto_pipeline.py --mode=process
 

@@ -38,7 +38,7 @@ from lp_pipe.checkpoint import Checkpoints
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What the nodes are told; flags are read in the launching process only."""
+    """The settings of the nodes; flags are read only in the launching process."""
 
     stages: int = 2
     schedule: str = "1f1b"
@@ -171,7 +171,7 @@ class Feeder:
         return self._training
 
     def position(self) -> dict[str, int | float | None]:
-        """How far training has come, counted by the step last asked for."""
+        """Return the progress, counted by the last requested step."""
         num_steps = 0 if self._last_step is None else self._last_step + 1
         seen = num_steps * self._batch_size * self._context
         return {
@@ -345,7 +345,7 @@ class Evaluator:
 
 
 def metrics_of(result: pp.StepResult, config: Config) -> dict[str, float]:
-    """What the display shows of a step, with the bubble and every stage's utilization as measured."""
+    """Return a step's metrics, with the measured bubble and every stage's utilization."""
     return {
         "loss": result.loss,
         **result.metrics,
@@ -387,7 +387,7 @@ class Trainer:
             lp.stop()
 
     def _go_on(self) -> None:
-        """One more round, or what comes after the last one."""
+        """Run one more round, or the work after the last one."""
         self._step = self._pipeline.current_step()
         if self._step < self._config.steps:
             self._train(min(self._config.eval_every, self._config.steps - self._step))
@@ -416,7 +416,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        """So that whoever stops the run loses one round at most; written while the next one computes."""
+        """Save a checkpoint, so that a stop loses at most one round; it is written while the next round computes."""
         self._checkpoints.save(self._step, wait=self._step == self._config.steps)
 
     def _show_results(self) -> None:
