@@ -110,7 +110,7 @@ def test_a_plan_that_cannot_be_printed_is_not_one_that_cannot_be_launched(folder
     (folder / "talks.py").write_text(PRINTS_MUCH)
     command = f"{' '.join(COMMAND)} launch talks.py --dry-run >/dev/full"
     ended = subprocess.run(command, shell=True, timeout=PATIENCE_S, check=False, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (3, "lp_pipe: cannot print: No space left on device\n")
+    assert (ended.returncode, ended.stderr) == (3, "lp_pipe: cannot write to stdout: No space left on device\n")
 
 
 @pytest.mark.parametrize("options", ["--mode=process", "--mode=thread", "--json"])

@@ -406,7 +406,7 @@ def test_a_run_of_another_user_is_named_as_such(folder: Path, brief_command: Com
         done = brief_command("stop", "his")
         his.kill()
     assert done.returncode == 2
-    assert done.stderr == "lp_pipe: run his is another user's: only that user can ask it, or stop it\n"
+    assert done.stderr == "lp_pipe: run his is another user's: only that user can query or stop it\n"
 
 
 def test_a_folder_that_somebody_else_has_made_gets_nobody_to_unpickle_what_he_answers(

@@ -182,7 +182,7 @@ def test_a_function_that_launches_is_told_to_return_its_program(brief_command: C
     (folder / "script.py").write_text(f"{script}def main():\n    lp.launch(program, 'process').wait()\n")
     done = brief_command("launch", "script.py:main")
     assert done.returncode == 3
-    assert "lp_pipe calls script.py:main for its program, and launches that itself: give a function" in done.stderr
+    assert "lp_pipe calls script.py:main for its program and launches it itself: give a function" in done.stderr
 
 
 def test_a_file_with_relative_imports_is_told_its_modules_name(brief_command: Command, folder: Path) -> None:

@@ -46,7 +46,7 @@ WRONG = {
     "graph demo:make_progam": "demo has no 'make_progam'; did you mean 'make_program'?",
     "launch json": "json has neither `program` nor `make_program`; name yours: json:NAME",
     "launch demo.py:number": "demo.py:number is of type int, not a Program or a function that returns one",
-    "launch demo.py:work": "demo.py:work returned NoneType, but a Program is needed",
+    "launch demo.py:work": "demo.py:work must return a Program, but returned NoneType",
     "launch demo.py:with_arguments": (
         "demo.py:with_arguments needs -- --count=VALUE; "
         "`lp_pipe launch demo.py:with_arguments -- --help` lists its flags"
@@ -55,7 +55,7 @@ WRONG = {
     "launch demo.py --mode=proces": (
         "unknown mode 'proces'; did you mean 'process'? (modes: thread, process, multi_host)"
     ),
-    "launch demo.py --grace=soon": "--grace=soon: a number of seconds is needed, such as --grace=5",
+    "launch demo.py --grace=soon": "--grace=soon: give a number of seconds, such as --grace=5",
     "launch demo.py --stages=3": (
         "unknown arguments: --stages=3; flags of the program itself come after `--`: -- --stages=3"
     ),
@@ -65,7 +65,7 @@ WRONG = {
     ),
     "schedule 1f1b --stage 4": "unknown arguments: --stage 4; did you mean '--stages'? see `lp_pipe schedule --help`",
     "stop --all": "unknown arguments: --all; see `lp_pipe stop --help`",  # it takes no flags of a program
-    "status -- --json": "`lp_pipe status` takes no flags of a program: leave out -- --json",  # nobody saw it
+    "status -- --json": "`lp_pipe status` takes no program flags: leave out -- --json",  # nobody saw it
     "clean --force": "unknown arguments: --force; see `lp_pipe clean --help`",
     "launch demo.py -- --stage=3": (
         "demo.py: Unknown command line flag 'stage'. Did you mean: stages ?; `-- --help` lists the program's flags"
@@ -74,10 +74,8 @@ WRONG = {
         "demo.py: flag --stages=0: 0 is not a positive integer; `-- --help` lists the program's flags"
     ),
     "launch demo.py --run-dir=": "--run-dir is empty: for the current folder write --run-dir=.",  # it was this one
-    "--json launch demo.py": (
-        "--json stands before the command: options come behind it, as in lp_pipe launch TARGET --json"
-    ),
-    "launch -m demo": "a module is given by its name alone: lp_pipe launch package.module",
+    "--json launch demo.py": ("--json is before the command: put options after it, as in lp_pipe launch TARGET --json"),
+    "launch -m demo": "give a module by its name alone, without -m: lp_pipe launch package.module",
     "graph demo.py -o graph.png": "-o graph.png: the file's name must end in one of .svg, .dot, .json",
     "graph demo.py -o no/graph.svg": "cannot write no/graph.svg: No such file or directory",
 }
@@ -145,7 +143,7 @@ def test_flags_that_a_program_does_not_take_are_refused(command: Command, folder
     assert command("launch", "reads.py", "--mode=thread", "--", "--stages=3").stderr == ""
     (folder / "later.py").write_text(f"import sys\n{plain.replace('print, 1', 'lambda: print(sys.argv[1:])')}")
     done = command("launch", "later.py", "--mode=thread", "--", "--stages=3")
-    assert (done.returncode, done.stderr) == (0, "lp_pipe: later.py has not looked at its flags: --stages=3\n")
+    assert (done.returncode, done.stderr) == (0, "lp_pipe: later.py has not read its flags: --stages=3\n")
     assert "[n/0] ['--stages=3']" in done.stdout
 
 

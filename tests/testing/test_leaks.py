@@ -137,7 +137,7 @@ def test_shared_memory_is_found_while_it_is_open(later: ExitStack) -> None:
 
 def test_shared_memory_is_found_when_only_its_name_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_files, "_SHARED_MEMORY", tmp_path)  # in /dev/shm others would find it, too
-    assert f"shared memory: {tmp_path}/left, which nobody uses any more" in leak((tmp_path / "left").touch)
+    assert f"shared memory: {tmp_path}/left, which no process uses" in leak((tmp_path / "left").touch)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
