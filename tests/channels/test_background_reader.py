@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not kernel_calls.has_epoll(), reason="no epoll o
 
 
 class Counted(dict[int, Any]):
-    """What the attendant looks up when it wakes."""
+    """What the background reader looks up when it wakes."""
 
     looks = 0
 
@@ -25,8 +25,10 @@ class Counted(dict[int, Any]):
         return super().get(*args)
 
 
-def attended(open_carrier: OpenCarrier) -> tuple[End, End, background_reader.WatchedConnection, "queue.Queue[None]"]:
-    """Both ends of a carrier, of which the attendant reads the server's; the queue has an item for each time it did."""
+def watched_server(
+    open_carrier: OpenCarrier,
+) -> tuple[End, End, background_reader.WatchedConnection, "queue.Queue[None]"]:
+    """Both ends of a carrier, of which the background reader reads the server's; with a queue of its reads."""
     client, server = open_carrier("tls").pair()
     client.start()
     assert isinstance(server.connection, PulledConnection)
@@ -36,14 +38,14 @@ def attended(open_carrier: OpenCarrier) -> tuple[End, End, background_reader.Wat
 
 
 def test_much_that_arrives_is_read_while_the_owner_does_something_else(open_carrier: OpenCarrier) -> None:
-    client, server, watched, was_read = attended(open_carrier)
+    client, server, watched, was_read = watched_server(open_carrier)
     assert isinstance(server.connection, PulledConnection)
     for number in range(3):
         client.connection.send(Frame(frames.CALL, number, body=bytes(20 << 20)))
         was_read.get(timeout=WITHIN_S)
         watched.pause()  # the rest, which the system has room for, is the owner's to read
         while server.frames.empty():
-            server.connection.read_alone(0.01)  # or the attendant is just doing it
+            server.connection.read_alone(0.01)  # or the background reader is just doing it
         assert server.next().id == number
         watched.resume()
     client.connection.close("that was all")
@@ -51,7 +53,7 @@ def test_much_that_arrives_is_read_while_the_owner_does_something_else(open_carr
 
 
 def test_little_that_arrives_waits_for_the_owner_and_wakes_nobody(open_carrier: OpenCarrier) -> None:
-    client, server, watched, was_read = attended(open_carrier)
+    client, server, watched, was_read = watched_server(open_carrier)
     assert isinstance(server.connection, PulledConnection)
     client.connection.send(Frame(frames.CALL, 1))
     with pytest.raises(queue.Empty):
@@ -70,7 +72,7 @@ def test_a_hang_up_wakes_it_once_although_a_forked_child_still_has_the_socket(
 ) -> None:
     # While an owner reads, nothing is asked for; epoll tells of a hang-up all the same, and did so for ever, taking a
     # core, where the kernel could not forget the socket because a child of os.fork() had it.
-    client, server, watched, _ = attended(open_carrier)
+    client, server, watched, _ = watched_server(open_carrier)
     connection = server.connection
     assert isinstance(connection, PulledConnection)
     looks = Counted(background_reader.shared._watched)
@@ -89,12 +91,12 @@ def test_a_hang_up_wakes_it_once_although_a_forked_child_still_has_the_socket(
     os.close(kept)
 
 
-def test_an_owner_who_reads_right_after_the_attendant_is_woken_by_little(
+def test_an_owner_who_reads_right_after_the_background_reader_is_woken_by_little(
     open_carrier: OpenCarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The attendant said only then that little is not worth waking: the owner slept until 256 KiB were there, or for
+    # It said only then that little is not worth waking: the owner slept until 256 KiB were there, or for
     # ever.
-    client, server, watched, _ = attended(open_carrier)
+    client, server, watched, _ = watched_server(open_carrier)
     connection = server.connection
     assert isinstance(connection, PulledConnection)
     done_reading, has_paused = connection.done_reading, threading.Event()

@@ -202,10 +202,10 @@ def test_dropped_large_values_give_their_memory_back(edge: Edge) -> None:
 
 
 def test_memory_of_shapes_that_come_no_more_is_given_back() -> None:
-    recycler = BufferPool()
+    pool = BufferPool()
     for mebibytes in (1, 2, 3):
-        recycler.empty(TensorSpec(torch.uint8, (mebibytes * MEBI,), (1,)))
-    assert [len(block) for block in recycler._blocks] == [3 * MEBI]
+        pool.empty(TensorSpec(torch.uint8, (mebibytes * MEBI,), (1,)))
+    assert [len(block) for block in pool._blocks] == [3 * MEBI]
 
 
 def test_a_received_tensor_is_a_tensor_like_any_other(edge: Edge) -> None:

@@ -138,7 +138,7 @@ def test_grpc_is_not_begun_with_few_descriptors_left(run_credentials: Credential
         grpc_channels.open_channel(where, run_credentials)
 
 
-def test_an_inlet_that_finds_no_thread_for_its_patience_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_finds_no_thread_for_its_timer_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waited for a message, whose sender had been killed while it came, would have waited on."""
     has_ended = threading.Event()
 
@@ -196,13 +196,13 @@ def test_who_is_not_taken_in_is_told_why_however_late_its_thread_reads_that(
 def test_what_a_thread_was_sending_when_the_peer_closed_does_not_hide_why() -> None:
     near, far = (UnixConnection(sock, "the peer") for sock in socket.socketpair())
     told: Future[str] = Future()
-    posting = QueuedConnection(near)
+    queued = QueuedConnection(near)
     assert near.try_reading(), "as another thread that reads"
-    posting.attach(lambda frame: None, told.set_result)
-    posting.send(Frame(frames.CHANNEL_DATA, buffers=[bytes(8 * MEBI)]))
+    queued.attach(lambda frame: None, told.set_result)
+    queued.send(Frame(frames.CHANNEL_DATA, buffers=[bytes(8 * MEBI)]))
     far.close("there is no room")
-    assert posting._thread is not None
-    posting._thread.join(PATIENCE_S)
+    assert queued._thread is not None
+    queued._thread.join(PATIENCE_S)
     near.read()
     near.done_reading()
     assert told.result(PATIENCE_S) == "there is no room"

@@ -58,8 +58,8 @@ class Invitation:
         """
         interface = ["--interface", self.interface] if self.interface else []
         transport = ["--transport", self.transport] if self.transport != "tls" else []
-        join = ["--join", ",".join(self.addresses), "--name", host, *interface, *transport, "--token-file", token_file]
-        return ["-m", "lp_pipe", "agent", *join]
+        join = ["--join", ",".join(self.addresses), "--name", host, *interface, "--token-file", token_file]
+        return ["-m", "lp_pipe", "agent", *transport, *join]
 
 
 class StartedAgent(ABC):
