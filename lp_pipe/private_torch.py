@@ -68,7 +68,7 @@ def buffers_of(module: nn.Module) -> Mapping[str, Tensor | None]:
 
 
 def put_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
-    """Replace the module's buffer by another tensor, past the `__setattr__` of the module's class."""
+    """Set the module's buffer, past the `__setattr__` of the module's class."""
     _put(getattr(module, "_buffers", None), module, name, value)
 
 
@@ -79,7 +79,7 @@ def parameters_of(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
 
 
 def put_parameter(module: nn.Module, name: str, value: nn.Parameter) -> None:
-    """Replace the module's parameter by another one, past the `__setattr__` of the module's class."""
+    """Set the module's parameter, past the `__setattr__` of the module's class."""
     _put(getattr(module, "_parameters", None), module, name, value)
 
 
@@ -126,7 +126,7 @@ def reads_own_state(module: nn.Module) -> bool:
 
 
 def errors_of_reading(module: nn.Module, state: Mapping[str, Tensor], prefix: str) -> list[str]:
-    """Load these values into the module's own tensors, and return the errors that it reports."""
+    """Return the module's errors about these values of its own tensors; the module then has the values."""
     errors: list[str] = []
     getattr(module, "_load_from_state_dict", lambda *_: None)(state, prefix, {}, False, [], [], errors)
     return errors
@@ -192,7 +192,7 @@ def parameter_like(parameter: nn.Parameter, weights: Tensor) -> nn.Parameter:
 
 
 def address_of_storage(storage: UntypedStorage) -> int:
-    """Return a number that no other living storage has, except empty ones where torch does not tell its own address."""
+    """Return a number that no other living storage has. Lost: the data's address, which empty storages share."""
     address: int = getattr(storage, "_cdata", None) or storage.data_ptr()
     return address
 
@@ -240,25 +240,24 @@ def run_backward(
     retain_graph: bool = False,
     inputs: tuple[Any, ...] = (),
 ) -> None:
-    """Run torch.autograd.backward without its check of the arguments, which takes longer than a small stage's backward.
+    """Run torch.autograd.backward without its checks of the arguments, which take longer than a small stage's backward.
 
-    roots: tensors, or their places in the graph (GradientEdge). inputs: the only leaves that get gradients, or their
-        places; empty: all.
+    roots: tensors, and their places in the graph (GradientEdge).
+    inputs: the only leaves that get gradients, or their places; if empty, all leaves do.
     """
     run = _engine_for(gradients) if _IS_TESTED else None  # another version may take other arguments
     if run is None:
         summed = tuple(map(_summed, roots, gradients))
         torch.autograd.backward(tuple(roots), summed, retain_graph=retain_graph, inputs=inputs or None)
     else:
-        # By position: edges, gradients, whether the graph is kept, whether gradients have one, inputs.
+        # By position: edges, gradients, retain_graph, create_graph, inputs.
         run(tuple(roots), tuple(gradients), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=True)
 
 
 def _summed(root: Any, gradient: Tensor) -> Tensor:
-    """Return the gradient in the shape of the root, which it may exceed where the root was broadcast.
+    """Return the gradient in the shape of the root, which may be smaller because it was broadcast.
 
-    torch's engine does so itself, while torch.autograd.backward refuses it, judging by what is read here of a
-    GradientEdge.
+    torch's engine sums such a gradient itself, but torch.autograd.backward refuses it.
     """
     try:
         shape = root.node._input_metadata[root.output_nr].shape
@@ -274,7 +273,10 @@ def sequence_number_of(node: Any) -> int:
 
 
 def _engine_for(gradients: Sequence[Tensor]) -> Callable[..., Any] | None:
-    """Return torch's engine; for GPUs, the function that sets the context that autograd's threads read."""
+    """Return torch's engine for the gradients' device.
+
+    The one for GPUs comes with the context that autograd's threads read; on the CPU there are no such threads.
+    """
     if any([gradient.is_cuda for gradient in gradients]):
         return getattr(torch.autograd.graph, "_engine_run_backward", None)
     return getattr(getattr(Variable, "_execution_engine", None), "run_backward", None)
@@ -307,7 +309,7 @@ def _dtype_note() -> Callable[..., Any] | None:
 
 
 def grad_mode_set_by(function: Any, args: tuple[Any, ...]) -> bool | None:
-    """Return what a call that a TorchFunctionMode sees sets autograd's recording to; None if it sets nothing."""
+    """Return the grad mode that a call seen by a TorchFunctionMode sets; None for any other call."""
     setter = getattr(torch._C, "_set_grad_enabled", None)
     return bool(args[0]) if setter is not None and function is setter else None
 
