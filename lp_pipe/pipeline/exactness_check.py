@@ -172,7 +172,7 @@ def _watch(layer: Any, index: int, log: _Log) -> Any:
 
 
 def _outputs_differ(there: _Log, here: _Log) -> CheckReport | None:
-    """Return a report of the first micro-batch, and in it the first layer, whose output differs."""
+    """Return a report of the first micro-batch, and in it the first layer with another output."""
     microbatches = max((len(calls) for calls in here.outputs.values()), default=0)
     for microbatch in range(microbatches):
         for layer, calls in sorted(here.outputs.items()):

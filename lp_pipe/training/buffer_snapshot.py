@@ -60,7 +60,7 @@ class BufferSnapshot:
                 self._before[module, name] = _Before(buffer, version_of(buffer), copy)
 
     def written(self) -> frozenset[BufferPlace]:
-        """Return the places whose buffer was written to in place or replaced since."""
+        """Return the places where the buffer was written to in place or replaced since."""
         return frozenset(
             place
             for place, before in self._before.items()
@@ -68,7 +68,7 @@ class BufferSnapshot:
         )
 
     def without_copy(self) -> list[str]:
-        """Return the names of the buffers whose old value is lost."""
+        """Return the names of the buffers with a lost old value."""
         return [name for (_, name), before in self._before.items() if before.is_lost]
 
     def restore(self) -> None:

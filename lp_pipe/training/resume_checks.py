@@ -107,7 +107,7 @@ def refuse_other_groups(own: Iterable[GroupMember], saved: Mapping[str, Mapping[
 
 
 def _refuse_joined(joined: Sequence[GroupMember], apart: Sequence[GroupMember], there: str, here: str) -> None:
-    """Refuse groups of `joined` whose members have different options in `apart`; both list the same parameters."""
+    """Refuse groups of `joined` with members that have different options in `apart`; both list the same parameters."""
     groups: dict[Any, list[GroupMember]] = {}
     for one, other in zip(joined, apart, strict=True):
         groups.setdefault(one.group, []).append(other)

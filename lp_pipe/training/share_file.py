@@ -179,7 +179,7 @@ def _saved(value: Any) -> bytes:
 
 
 def _first_foreign(value: Any, where: str, seen: set[int]) -> tuple[str, Any] | None:
-    """Return the first part whose type is not known to be readable, and its place in the entry."""
+    """Return the first part of a type that is not known to be readable, and its place in the entry."""
     kind = type(value)
     if kind in _LEAVES or id(value) in seen:
         return None

@@ -56,7 +56,7 @@ def _attached(phony: Tensor, tensors: Sequence[Tensor], gradients: list[Tensor |
 
 
 class _GraphEntry(torch.autograd.Function):
-    """The node whose backward stores the gradients in a list instead of passing them on.
+    """A node with a backward that stores the gradients in a list instead of passing them on.
 
     The tensors are marked as changed in place, which makes them results of this function rather than leaves.
     """

@@ -296,7 +296,7 @@ class Stage(NamedLayers):
 
 
 def _with_node_hooks(layers: Sequence[nn.Module], first_layer: int) -> str | None:
-    """Return the module, in words, whose backward hook torch keeps at a node of the graph; None without one."""
+    """Return the module, in words, with a backward hook that torch keeps at a node of the graph; None without one."""
     for index, layer in enumerate(layers, start=first_layer):
         for name, module in layer.named_modules():
             if has_node_hooks(module):

@@ -13,8 +13,8 @@ class WeightVersions:
 
     The optimizer changes the parameters in place. In the modules, a forward uses stand-ins of its version in place of
     the parameters. Stand-ins share the newest weights' memory until an update must not change it: then the parameters
-    move to a copy. So there are as many copies as versions in use. The last stage, whose older weights are never
-    needed, has none.
+    move to a copy. So there are as many copies as versions in use. The last stage never needs
+    older weights and has none.
     """
 
     def __init__(self, modules: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:

@@ -158,7 +158,7 @@ class BackwardWriteCheck:
         }
         self._before: _State = {}
         self._versions: list[int] = []
-        self._outstanding = {"backward": 0, "weights": 0}  # the number of forwards whose part is to come
+        self._outstanding = {"backward": 0, "weights": 0}  # the number of forwards that wait for this part
 
     def forget(self) -> None:
         """Note that no forward waits for its backward."""

@@ -14,7 +14,7 @@ Dims = Any  # an int, None for a value that stays whole, or a dict, tuple or lis
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A tensor whose samples lie along `dim`, or a list of samples.
+    """A tensor with its samples along `dim`, or a list of samples.
 
     is_own: the user has marked it, and not `Model.batch_dims`; then it may have several entries for each sample.
     """

@@ -37,7 +37,7 @@ def without_graph(value: Any, target: Any, *, input_grad: bool) -> Any:
 
 
 def with_gradient(value: Any) -> Message:
-    """Return a micro-batch's input as a message whose tensors require gradients, if they can have one.
+    """Return a micro-batch's input as a message with tensors that require gradients, if they can have one.
 
     The tensors are new objects and no views: autograd marks them as results, and several micro-batches may share one.
     """

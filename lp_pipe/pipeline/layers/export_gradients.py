@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from lp_pipe.errors import PipelineError
 from lp_pipe.private_torch import function_behind, grad_mode_set_by, hooks_of, pytree, saved_tensors_pack_hook
 
-# torch.utils.checkpoint's function, whose gradient is the graph's. Functions in torch._library, for custom_op and the
+# torch.utils.checkpoint's function: its gradient is the graph's. Functions in torch._library, for custom_op and the
 # like, are operations of the graph, and are left out by their module.
 _HARMLESS = ("_NoopSaveInputs",)
 
@@ -80,7 +80,7 @@ class _OwnGradients(TorchFunctionMode):
 
 
 def _functions_around(frame: FrameType | None) -> Iterator[str]:
-    """Yield the names of the functions whose forward is running in the frame, or in one that has called it."""
+    """Yield the names of the functions with a forward that is running in the frame, or in one that has called it."""
     own = _own_forwards(len(torch.autograd.Function.__subclasses__()))
     while frame is not None:
         if frame.f_code in own and any(map(_may_be_trained, _arguments_of(frame))):

@@ -13,7 +13,7 @@ from lp_pipe.private_torch import schema_arguments
 # batch_norm writes to these arguments, which its schema does not say
 _CHANGED_BUFFERS = ("running_mean", "running_var")
 
-_Memory = dict[fx.Node, fx.Node]  # maps each value to the first one whose memory it shares
+_Memory = dict[fx.Node, fx.Node]  # maps each value to the first one that shares its memory
 
 
 def changed_state(

@@ -59,7 +59,7 @@ class Model:
     loss: (output, target) -> scalar tensor, or (scalar, {name: metric}). A module may write to its buffers, which
         checkpoints contain. Its mode stays as it is. It must have no parameters to train.
     optimizer: (list of (name, parameter)) -> torch optimizer; called once in every stage that has parameters.
-    lr_scheduler: (optimizer) -> torch LR scheduler, stepped once a step; one whose `step` needs a metric
+    lr_scheduler: (optimizer) -> torch LR scheduler, stepped once a step; one with a `step` that needs a metric
         (ReduceLROnPlateau) is stepped by `PipelineClient.scheduler_step` alone.
     loss_weight: a micro-batch's share of the loss: "samples" (its size over the batch's, for mean losses), "one" (1,
         for losses that are sums), or a function of its target (a number such as its tokens; divided by the sum).

@@ -49,7 +49,7 @@ def refuse_time_first(sources: Sequence[Any], first_layer: int = 0) -> None:
 
 
 def refuse_lazy(module: nn.Module, what: str) -> None:
-    """Refuse a module with a parameter whose shape torch would learn from the first input.
+    """Refuse a module with a parameter without a shape, which torch would learn from the first input.
 
     Raises:
         PipelineError: the error names the parameter.

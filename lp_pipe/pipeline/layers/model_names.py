@@ -65,7 +65,7 @@ def _name(source: Any) -> str:
 def formats_of(state: Mapping[str, Any]) -> dict[str, int]:
     """Return the versions of the modules that saved a state, which torch keeps in `state_dict()._metadata`.
 
-    A module whose format has changed (a transposed weight) finds the format in its `_load_from_state_dict` by this
+    A module with a changed format (a transposed weight) finds the format in its `_load_from_state_dict` by this
     version; without one it mostly takes the first. The first version is left out, and a state that was put together by
     hand has none.
     """

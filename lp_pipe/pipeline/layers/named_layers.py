@@ -73,7 +73,7 @@ class NamedLayers:
         return {name: _given_away(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def formats(self) -> dict[str, int]:
-        """Return the versions of the modules whose state this is, where they are not the first."""
+        """Return the versions of the modules in the state, if they are not the first."""
         named = [(prefix.removesuffix("."), layer) for prefix, layer in self.named_layers()]
         modules = [m for prefix, layer in named for m in layer.named_modules(prefix=prefix, remove_duplicate=False)]
         return noted((name, state_version_of(module)) for name, module in modules)
@@ -95,7 +95,7 @@ class NamedLayers:
 
 
 def _make_writable(layer: nn.Module) -> None:
-    """Replace expanded buffers, whose elements share memory: torch cannot copy into these."""
+    """Replace expanded buffers: their elements share memory, so torch cannot copy into them."""
     for module in layer.modules():
         for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.layout is torch.strided and overlaps(buffer):

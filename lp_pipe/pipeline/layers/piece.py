@@ -74,7 +74,7 @@ def data_of(module: fx.GraphModule) -> GraphData:
 
 
 def graph_of(data: GraphData) -> fx.GraphModule:
-    """Return the graph, each of whose operations runs when it is called."""
+    """Return the graph; all its operations run when it is called."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
     for line in data.lines:

@@ -61,7 +61,7 @@ def tie(
 ) -> dict[str, nn.Parameter]:
     """Give a stage's layers one object for each tied parameter; return these by the first of their names.
 
-    owners: sources of layers on earlier stages whose parameters have other initial values than this stage's.
+    owners: sources of layers on earlier stages with parameters that have other initial values than this stage's.
     """
     tied: dict[str, nn.Parameter] = {}
     built = {index: build_layers([source], index, seed)[0] for index, source in owners.items()}
