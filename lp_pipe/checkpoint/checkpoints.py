@@ -151,7 +151,7 @@ class Checkpoints:
             CheckpointError: all checkpoints are damaged, or the newest undamaged one has other parts.
         """
         self._join()
-        folders.put_back(self.folder)
+        folders.restore_replaced(self.folder)
         paths = checkpoints_in(self.folder)
         damaged = []
         for path in reversed(paths):

@@ -99,7 +99,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, data["step"], data["saved"], tuple(data["parts"]), files, data.get("metrics", {}))
 
 
-def put_back(folder: Path) -> None:
+def restore_replaced(folder: Path) -> None:
     """Restore checkpoints that a killed process was about to replace; not while another process saves here."""
     for before in folder.glob(f".{_PREFIX}*{_BEFORE}"):
         path = folder / before.name.removeprefix(".").removesuffix(_BEFORE)
@@ -145,7 +145,7 @@ def begin(folder: Path, step: int) -> Path:
         OSError: for example, the disk is full or the folder is read-only.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    put_back(folder)
+    restore_replaced(folder)
     for left in folder.glob(f".{_PREFIX}*"):  # left by a killed process: only one process saves here at a time
         shutil.rmtree(left, ignore_errors=True)
     aside = folder / f".{_PREFIX}{step:08}.{os.getpid()}"

@@ -70,7 +70,7 @@ class Run:
         self._is_over = Latch()
         self._interrupts = Interrupts(lambda: coordinator.request_stop(hurry=True), host.suspend)
         self._services = LauncherServices(coordinator, host, self._interrupts.deferred)
-        self._debuggers = LocalDebuggers(coordinator.plan.run_dir, console.lent)
+        self._debuggers = LocalDebuggers(coordinator.plan.run_dir, console.suspended)
         self.has_raised_failure = False
         self.has_faulty_connections = fault_injection.is_enabled()
         publish(coordinator.plan.owners, self._services)

@@ -32,7 +32,7 @@ class Console:
         self._lock = threading.Lock()
         self._unfinished: dict[tuple[str | None, bool], str] = {}  # by node and is_stderr; only on a terminal
         self._row: tuple[TextIO, str] | None = None  # the stream and text of the terminal's last row
-        self._is_lent = False
+        self._is_suspended = False
         # By is_stderr: node and text of a printed line that has not ended; only in files and pipes.
         self._begun: dict[bool, tuple[str | None, str]] = {}
 
@@ -79,24 +79,24 @@ class Console:
                 with contextlib.suppress(ValueError, OSError):  # the launcher has closed it
                     target.flush()
 
-    def lent(self) -> AbstractContextManager[TextIO] | None:
+    def suspended(self) -> AbstractContextManager[TextIO] | None:
         """Return a context in which a debugger has the terminal and no unfinished line is drawn.
 
         None if stdout is not a terminal.
         """
         stdout = self._stream(False)
-        return self._lent_to(stdout) if stdout is not None and _is_terminal(stdout) else None
+        return self._suspended_for(stdout) if stdout is not None and _is_terminal(stdout) else None
 
     @contextlib.contextmanager
-    def _lent_to(self, stdout: TextIO) -> Iterator[TextIO]:
+    def _suspended_for(self, stdout: TextIO) -> Iterator[TextIO]:
         with self._lock:
             self._erase()
-            self._is_lent = True
+            self._is_suspended = True
         try:
             yield stdout
         finally:
             with self._lock:
-                self._is_lent = False
+                self._is_suspended = False
 
     def _stream(self, is_stderr: bool) -> TextIO | None:
         return self._fixed[is_stderr] or (sys.stderr if is_stderr else sys.stdout)
@@ -109,7 +109,7 @@ class Console:
             self._row = None
 
     def _draw(self) -> None:
-        if not self._unfinished or self._is_lent:
+        if not self._unfinished or self._is_suspended:
             self._erase()
             return
         is_stderr = next(reversed(self._unfinished))[1]
