@@ -152,7 +152,7 @@ def test_all_schedules_are_compared_by_a_profile_each_with_its_own_cuts(
 
 
 WRONG = {
-    "schedule": "give one of 1f1b, auto, ",
+    "schedule": "no schedule is given: give one of 1f1b, auto, ",
     "schedule 1f1b --stages 2": "--microbatches is missing: give a number, such as --microbatches 4",
     "schedule 1fb --stages 2 --microbatches 2": "no schedule '1fb': did you mean '1f1b'? There are 1f1b, ",
     "schedule Schedule1F1B --stages 2 --microbatches 2": "no schedule 'Schedule1F1B': did you mean '1f1b'?",
@@ -186,7 +186,7 @@ WRONG = {
     "schedule auto --stages 2 --microbatches 2 --chunks 0": "schedule 'auto' with chunks=0: ",
     f"schedule {'a' * 300} --stages 2 --microbatches 2": "no schedule 'aaa",
     "schedule 1f1b --stages 5 --microbatches 2 --costs profile.json": "the profile: cannot cut 4 layers into 5 stages",
-    "schedule 1f1b --stages 2 --microbatches 2 --costs layers.json": "layers.json: layers: a list of layers is needed",
+    "schedule 1f1b --stages 2 --microbatches 2 --costs layers.json": "layers.json: layers: ",
     "schedule digits.csv": f"digits.csv: line 1, cell 1: '{'9' * 40}' is not an action: ",
     "schedule long.csv": "long.csv: line 1: field larger than field limit (131072)",
     "schedule slip.csv": "schedule 'slip': worker 1, position 3, action 1B1: 1F1 has not run yet: ",
