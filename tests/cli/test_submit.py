@@ -36,7 +36,7 @@ def test_dry_run_shows_the_job_that_would_be_submitted(capsys: pytest.CaptureFix
         (["train.py"], 2, "--hosts=4"),
         (["train.py", "--hosts=4:gpus=2"], 2, "hosts='4:gpus=2'"),
         (["train.py", "--hosts=4", "--ssh-config=x"], 2, "has no option 'ssh_config'"),
-        (["trian.py", "--hosts=4"], 2, "there is no file trian.py"),
+        (["trian.py", "--hosts=4"], 2, "file trian.py does not exist"),
     ],
 )
 def test_what_cannot_be_submitted_is_said(
