@@ -185,7 +185,7 @@ class Checkpoints:
         all parts go back to the newest checkpoint, and the steps since then are repeated, with the same results.
         Without restarts, or after too many, the program ends as usual.
 
-        A step whose batch kills a stage would do so after every restart. Once it has failed `tries` times in a row, a
+        A batch that kills a stage would do so after every restart. Once its step has failed `tries` times in a row, a
         PoisonBatchError is raised. With on_poison="skip" the step is skipped instead, without an update, and
         `StepResult.why_skipped` is set; this then also holds for a step that raises, which otherwise ends the loop at
         once. Each try costs a restart: `max_restarts` must allow for them.

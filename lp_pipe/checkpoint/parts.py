@@ -52,7 +52,7 @@ class MirrorsItself(Protocol):
         """Copy the state in memory and return its step."""
 
     def mirrored_steps(self) -> list[int]:
-        """Return the steps whose state can be restored."""
+        """Return the steps of the states that can be restored."""
 
     def go_back(self, step: int) -> None:
         """Restore the state of one of these steps."""

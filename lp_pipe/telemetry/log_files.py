@@ -82,7 +82,7 @@ class LogFiles:
             console.show(node_id, is_stderr, unfinished.text.decode(errors="replace"), unfinished.is_settled)
 
     def _keep(self, node_id: str, is_stderr: bool, text: bytes) -> None:
-        """Append to the node's file; of a line whose beginning is there, only the rest."""
+        """Append to the node's file; if the line's beginning is there already, only the rest."""
         was_stderr, begun = self._begun.get(node_id, (is_stderr, b""))
         if begun:
             is_same = was_stderr == is_stderr and text.startswith(begun)
@@ -111,7 +111,7 @@ class LogFiles:
 
 
 def _write_index(folder: RunFolder, names: Mapping[str, str]) -> None:
-    """Add the files whose name does not tell their node to the folder's index; entries of an earlier run stay."""
+    """Add the files that are not named after their node to the folder's index; entries of an earlier run stay."""
     unclear = {name: node_id for node_id, name in names.items() if node_of_log(name) != node_id}
     if unclear:
         with contextlib.suppress(OSError):  # the run goes on without the index, as without log lines

@@ -6,7 +6,7 @@
     metrics.jsonl       what nodes logged (telemetry/metrics.py)
     failure.txt         every failure with its full traceback
     hangs.log           reports of waits that took long
-    logs/               what each node printed; logs.json: the nodes of files whose names do not tell it
+    logs/               what each node printed; logs.json: the nodes of files that are not named after them
     debuggers/          which nodes wait in a debugger (launch/processes/node_stdin.py)
     agents/             what the agents of a multi-host run printed
     checkpoints/        what Checkpoints saved
@@ -99,7 +99,7 @@ class RunFolder:
         return {names.get(path.name) or node_of_log(path.name): path for path in self.logs.glob("*-*.log")}
 
     def node_ids_of_logs(self) -> dict[str, str]:
-        """Return the node_id of each log file whose name does not tell it, by file name."""
+        """Return, by file name, the node_id of each log file that is not named after its node."""
         try:
             found = json.loads(self.log_index.read_text(encoding="utf-8"))
         except (OSError, ValueError):
