@@ -2,8 +2,8 @@
 
 torch does not report such a wait, and gives up only after half an hour. But the kernel counts how long each thread has
 run: a thread that has not run at all between two looks waits for something. Only processes that use torch.distributed
-are examined. Threads with the innermost frame in lp_pipe or the standard library are skipped: they wait for calls, locks,
-queues and sockets.
+are examined. Threads with the innermost frame in lp_pipe or the standard library are skipped: they wait for calls,
+locks, queues and sockets.
 """
 
 import os
