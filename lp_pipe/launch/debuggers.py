@@ -26,7 +26,7 @@ class LocalDebuggers:
     def __init__(self, run_dir: Path, lend: Callable[[], AbstractContextManager[TextIO] | None]) -> None:
         self._run_dir = run_dir
         self._lend = lend
-        self._left: set[str] = set()  # nodes whose debuggers the user has left for `lp_pipe attach`
+        self._left: set[str] = set()  # nodes with debuggers that the user has left for `lp_pipe attach`
 
     def look(self) -> None:
         """Connect the terminal to a node that waits in a debugger, until the node's code goes on."""

@@ -45,7 +45,7 @@ def make_run_dir(name: str, asked: str | os.PathLike[str] | None) -> Path:
 
 
 def new_run_dir(parent: Path, name: str) -> Path:
-    """Return the path of a new folder for a run, whose name sorts by time."""
+    """Return the path of a new folder for a run. Its name sorts by time."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     safe = "".join(char if char.isalnum() or char in "-_" else "_" for char in name)
     safe = safe.encode()[:_MOST_NAME_BYTES].decode(errors="ignore")

@@ -150,7 +150,7 @@ def read_record(path: Path) -> RunRecord | None:
     """Read a record; None if there is no file, or if it is not a valid record.
 
     Any user may have written the one in a run's folder. Since what the server at `control` says is trusted, `control`
-    must be a unix socket, whose owner the kernel can tell. Fields that only a later version knows are ignored.
+    must be a unix socket, since the kernel knows its owner. Fields that only a later version knows are ignored.
     """
     try:
         said = json.loads(path.read_text(encoding="utf-8"))

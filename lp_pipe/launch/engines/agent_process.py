@@ -22,7 +22,7 @@ _PATIENCE_S = 1.0
 class AgentProcess(StartedAgent):
     """A running `command` in a session of its own, which gets the secret by stdin. Its output goes to a file.
 
-    hosts: the hosts whose agents end with it. env: for the command; None for this process's own.
+    hosts: the hosts that lose their agents when it ends. env: for the command; None for this process's own.
 
     Raises (constructor):
         LaunchError: the command cannot be started.

@@ -65,7 +65,7 @@ class Invitation:
 class StartedAgent(ABC):
     """A started agent, or a command that runs several agents.
 
-    hosts: the names of the hosts whose agents end when this ends.
+    hosts: the names of the hosts that lose their agents when this ends.
     """
 
     # How long after an agent's connection closed `how_it_ended` may learn of its end. The error waits for so long.
@@ -147,7 +147,7 @@ class Engine(ABC):
     def preview(self, invitation: Invitation) -> str | None:
         """Return what `start` would submit to another system, without the secret, for a dry run.
 
-        Only for engines whose hosts have exactly what `hosts()` says. None: the hosts' hardware is known only once
+        Only for engines that start hosts with exactly what `hosts()` says. None: the hosts' hardware is known only once
         agents have joined.
 
         Raises:

@@ -28,7 +28,7 @@ class NotThere(LaunchError):
 
 
 def explained(what: str, namespace: str, status: int | None, body: str | bytes | None, reason: str | None) -> str:
-    """Return the error message for an answer whose HTTP `status` is not 2xx."""
+    """Return the error message for an answer with an HTTP `status` other than 2xx."""
     said = _message(body) or reason or "no reason given"
     return f"engine 'kubernetes': cannot {what} in namespace {namespace!r}: {_advice(what, namespace, status, said)}"
 

@@ -106,7 +106,7 @@ class SlurmEngine(Engine):
 class SlurmTask(StartedAgent):
     """A task of a job step that runs several agents. srun's output says how the task ended, at the latest at its end.
 
-    in_use: the hosts of the step whose tasks have not been killed; a set that all tasks of the step share.
+    in_use: the hosts of the step on which the task has not been killed; a set that all tasks of the step share.
     """
 
     def __init__(self, host: str, number: int, step: StartedAgent, in_use: set[str]) -> None:

@@ -98,7 +98,7 @@ def find_hung(graph: WaitGraph, candidates: Collection[str]) -> dict[str, str]:
 
     `Program.group(on_hang=...)` decides what becomes of them. A node hangs if its process does not answer, if another
     node waits for it while it waits for no node itself, or if it is part of a certain deadlock. Of a deadlock one
-    candidate is enough, since its end lets the others go on. A call whose handler holds no thread (async, batched, a
+    candidate is enough, since its end lets the others go on. A call to a handler without a thread (async, batched, a
     Future) never counts, because what the handler waits for is unknown. A node that stands in a debugger never counts.
     """
     hung = {view.node: f"its {silence_text(view)}" for view in graph.silent if view.node in candidates}

@@ -136,7 +136,7 @@ class HangWatch:
             self._report_hang([wait.node for wait in members], text, is_deadlock=False)
 
     def _is_reported(self, wait: Wait, patience_s: float) -> bool:
-        """Return whether a cycle, whose report says more, contained this wait."""
+        """Return whether the report of a cycle, which says more, contained this wait."""
         return (
             wait.key in self._reported
             and patience_s == self._limit_s
@@ -170,7 +170,7 @@ class HangWatch:
         self._reported_silent = set(silent)
 
     def _end_hung(self, graph: WaitGraph) -> None:
-        """Kill the nodes without progress whose groups set `on_hang`, which also says what follows."""
+        """Kill the nodes without progress if their groups set `on_hang`, which also says what follows."""
         if not self._may_kill or self._has_just_slept():
             return
         for node, reason in find_hung(graph, self._may_kill).items():

@@ -129,7 +129,7 @@ def _hosts_of(
             if spec.name in planned:
                 take_planned(spec, planned[spec.name], capacities)
                 beside[spec.name] = planned[spec.name]
-        free = [spec for spec in specs if spec.name not in beside]  # also those whose base group no longer runs
+        free = [spec for spec in specs if spec.name not in beside]  # also if the base group no longer runs
         for spec, host in zip(free, choose_hosts(label, free, capacities) if free else [], strict=True):
             capacities[host].take(spec)
             beside[spec.name] = host
@@ -174,7 +174,7 @@ def _places(
 def planned_hosts(nodes: Sequence[NodeSpec], hosts: Mapping[str, Hardware]) -> dict[str, str]:
     """Return the hosts that a plan names, by the node's name.
 
-    Nodes without a planned host are left out, and those whose group says in `Resources` where they go.
+    Nodes without a planned host are left out, and those of groups that say in `Resources` where they go.
 
     Raises:
         ValueError: planned hosts are not in the run; the message names them and their nodes.

@@ -42,7 +42,7 @@ def finish_work(node: str, stop_event: threading.Event, limit_s: float | None, k
     SIGTERM, which the launcher sends after the grace period of a stop, ends the wait, with a warning that names what is
     cut off.
 
-    limit_s: ends the wait as well. For a failed node, whose restart must not wait for ever.
+    limit_s: ends the wait as well. For a failed node, because its restart must not wait for ever.
     kept: the names of modules that were loaded before the node's own; None if Python's own finalization follows.
     stop_event: of the node. At the stop, programs that the node itself has launched are stopped, too, since exit
         functions wait for them.

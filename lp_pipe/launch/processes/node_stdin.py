@@ -74,7 +74,7 @@ class NodeStdin(io.TextIOBase):
 
 
 def _debugger_in(frame: FrameType | None) -> Any | None:
-    """Return the debugger (a pdb.Pdb) whose command loop asks for a line; None if other code asks."""
+    """Return the debugger (a pdb.Pdb) that asks for a line in its command loop; None if other code asks."""
     pdb = sys.modules.get("pdb")
     while pdb is not None and frame is not None:
         found = frame.f_locals.get("self") if frame.f_code.co_name == "cmdloop" else None

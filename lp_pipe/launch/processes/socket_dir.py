@@ -33,7 +33,7 @@ def register_process(folder: str) -> None:
 
 
 def abandoned_socket_dirs() -> Iterator[Path]:
-    """Yield this user's socket folders whose processes have all been killed before they could remove them."""
+    """Yield this user's socket folders that no living process will remove, because all were killed."""
     with contextlib.suppress(OSError), os.scandir(_parent()) as found:
         yield from (Path(one.path) for one in found if one.name.startswith(PREFIX) and _is_abandoned(one))
 

@@ -219,7 +219,7 @@ def _with_optimizers(modules: Sequence[str]) -> list[str]:
 
 
 def check_descriptors(nodes: int) -> None:
-    """Check the descriptors before the start: a node whose connection could not be accepted would wait for ever.
+    """Check the descriptors before the start: a node would wait for ever for its connection to be accepted.
 
     Raises:
         LaunchError: this process may not open enough descriptors for so many nodes.
