@@ -69,7 +69,7 @@ class Rounds:
         self.measured = [Measured() for _ in layers]
 
     def warm_up(self) -> None:
-        """Run rounds whose times do not count; sizes are the same in each."""
+        """Run rounds without counting their times; sizes are the same in each."""
         for _ in range(_WARMUPS):
             self.run()
         self.measured = [Measured(activation_bytes=taken.activation_bytes) for taken in self.measured]

@@ -204,7 +204,7 @@ class BoundedSearch:
         return stages
 
     def _following(self, limit: float) -> Ints:
-        """Return the first state from each one on whose tensors may cross, by level and replicas that share the link.
+        """Return the first state from each one on that may be a boundary, by level and replicas that share the link.
 
         One row is enough for all numbers of replicas with which any tensor may cross.
         """

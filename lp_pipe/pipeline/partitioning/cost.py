@@ -34,7 +34,7 @@ class CostModel(NamedTuple):
     name: str
 
     def stage(self, compute: Values, parameters: Values, replicas: Values, level: Level) -> Values:
-        """Return the seconds per micro-batch of a stage whose replicas are linked by `level`."""
+        """Return the seconds per micro-batch of a stage with replicas that are linked by `level`."""
         exchange = self.exchange(parameters, replicas, level)
         return (np.maximum(compute, exchange) if self.name == "overlap" else compute + exchange) / replicas
 

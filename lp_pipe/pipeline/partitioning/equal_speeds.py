@@ -111,7 +111,7 @@ class EqualSpeeds:
 def hosts_of(parts: Sequence[NestedStage], levels: Sequence[Level]) -> list[tuple[int, ...]]:
     """Return the hosts of each innermost stage's replicas, numbered from 0; empty where the levels do not say any.
 
-    A host is one of the level called "host", or else of the second level. A stage whose copies are on several groups
+    A host is one of the level called "host", or else of the second level. A stage with copies on several groups
     has its replicas there in turn, so that a micro-batch, which replica j mod r of each stage takes, stays in a group:
 
         two hosts, each with a pipeline of two stages    stage 0: hosts 0 1    stage 1: hosts 0 1
@@ -126,7 +126,7 @@ def hosts_of(parts: Sequence[NestedStage], levels: Sequence[Level]) -> list[tupl
 
 
 def _placed(parts: Sequence[NestedStage], levels: Sequence[Level], host: int) -> list[tuple[int, ...]]:
-    """Return the hosts, counted from the first of these levels. host: the place of the level whose groups are hosts."""
+    """Return the hosts, counted from the first of these levels. host: the place of the level of hosts."""
     inner = levels[:-1]
     size = prod(level.count for level in inner[host:]) if len(inner) >= host else 0  # hosts of a group; 0: part of one
     first = 0

@@ -125,7 +125,7 @@ def checked_count(value: Any, where: str) -> int:
 
 
 def toml_string(text: str) -> str:
-    """Return the text quoted for TOML, whose strings are JSON's but for one control character."""
+    """Return the text quoted for TOML, which quotes as JSON does but for one control character."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,4 +1,4 @@
-"""Search for the plan on the fewest devices whose stages keep to a limit of bytes or of seconds, on one level.
+"""Search for the plan on the fewest devices that keeps to a limit of bytes or of seconds, on one level.
 
 What a stage holds grows with the devices behind it, and with nothing else that lies behind; what it takes depends on
 its own ends and replicas alone. So whatever comes before, the fewest devices are the best from any state on:
@@ -87,7 +87,7 @@ class ChainPlan(NamedTuple):
 
 
 def min_devices(states: States, demand: Demand, limit: float) -> ChainPlan:
-    """Return the plan on the fewest devices whose stages, and sides of boundaries, keep to the limit."""
+    """Return the plan on the fewest devices that keeps to the limit in all stages and sides of boundaries."""
     return _Sweep(states, demand, limit).found()
 
 

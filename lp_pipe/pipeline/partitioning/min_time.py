@@ -1,6 +1,6 @@
 """Search for the fastest plan of a chain on one level within a limited memory.
 
-The fastest plan is that whose slowest stage or side takes least. Whether a plan is as fast as some time is a question
+The slowest stage or side of the fastest plan takes least. Whether a plan is as fast as some time is a question
 for `min_devices`: for all cuts of a thousand layers, and all replicas on 64 devices, it takes some hundredths of a
 second. So the time between what no plan beats and what a known plan takes is halved until nothing lies between.
 """

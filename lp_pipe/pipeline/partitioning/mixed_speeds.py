@@ -184,7 +184,7 @@ class MixedSpeeds:
 class _Variant(NamedTuple):
     """A way to search.
 
-    speeds: as they count; devices: whose they are. is_given: they are taken in this order.
+    speeds: as they count; devices: in the same order. is_given: they are taken in this order.
     """
 
     speeds: Sequence[float]

@@ -6,7 +6,7 @@ whole groups side by side. A place is a number of devices that are taken, or tha
     place     11 10 9 8 | 7 6 5 4 | 3 2 1 0        on groups of 4: b and c with 2 and 1 devices of one group, and one
     stage      a  a a a | a a a a | - b b c        idle, since a has whole groups: 8 replicas, 4 in each of 2 groups
 
-Plans whose groups are replicas of a whole pipeline are not among these; `DynamicProgram` has them.
+Plans with groups that replicate a whole pipeline are not among these; `DynamicProgram` has them.
 """
 
 from collections.abc import Iterator, Sequence

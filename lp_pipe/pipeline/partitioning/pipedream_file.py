@@ -103,7 +103,7 @@ def _number(text: str, where: str) -> float:
 
 
 def _without_inputs_and_unused(nodes: dict[str, GraphNode], edges: Sequence[tuple[str, str]]) -> list[GraphNode]:
-    """Drop the sources that load data, and then, once, the sinks whose output is not used, as the optimizer does."""
+    """Drop the sources that load data, and then, once, unused `__getitem__` sinks, as the optimizer does."""
     read = {reader for _, reader in edges}
     kept = [node for node in nodes.values() if node.name in read or not node.description.startswith("Input")]
     names = {node.name for node in kept}

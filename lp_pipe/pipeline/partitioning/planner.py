@@ -141,7 +141,7 @@ class _Partitioner:
         self._prefixes = self._states if self._states.is_chain else states_of(profile, recompute, 0)
 
     def plans(self, memory: Memory | None, schedules: Sequence[str], microbatches: int) -> list[Plan]:
-        """Return the plan with the best stages for each of the schedules, whose memory is limited so."""
+        """Return the plan with the best stages for each of the schedules, within that memory."""
         self._check_memory(memory)
         stages, states, bound = self._searched(memory)
         plan = self._as_plan(stages, states, "")

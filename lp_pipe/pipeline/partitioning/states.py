@@ -6,7 +6,7 @@ each is told by its last layers, an antichain:
     a -> b -> d        {} {a} {a,b} {a,c} {a,b,c} {a,b,c,d}; {a,b} to {a,b,c} is the stage {c}
       \\-> c -/
 
-Source: PipeDream's optimizer (SOSP 2019), whose states are antichains; here all sources are explored, and a tensor that
+Source: PipeDream's optimizer (SOSP 2019), with antichains as states; here all sources are explored, and a tensor that
 crosses a boundary counts once, however many layers read it.
 """
 

@@ -7,7 +7,7 @@ from lp_pipe.pipeline.schedule.ir import Action, Op
 
 EdgeKind = Literal["value", "value gradient", "tied gradient", "tied weights"]
 
-# The actions whose ends each kind of edge joins; tied weights travel between two steps.
+# The actions that send and receive on each kind of edge; tied weights travel between two steps.
 _OPS: dict[EdgeKind, tuple[Op, ...]] = {
     "value": ("F",),
     "value gradient": ("B", "I"),
@@ -99,12 +99,12 @@ class Channels:
         return credits if edge is None else credits * abs(edge.sender - edge.receiver)
 
     def sending_stage(self, channel: int) -> int:
-        """Return the virtual stage whose actions put something on a channel."""
+        """Return the virtual stage that puts something on a channel."""
         edge = self._edge(channel)
         return channel % len(self.placement) if edge is None else edge.sender
 
     def receiving_stage(self, channel: int) -> int:
-        """Return the virtual stage whose actions take it."""
+        """Return the virtual stage that takes something from a channel."""
         edge = self._edge(channel)
         if edge is not None:
             return edge.receiver

@@ -81,7 +81,7 @@ def one_each(seconds: Seconds, count: int, what: str, unit: str) -> list[float]:
         ScheduleError: there is another number of them, or one of them is none, negative or too large to be added up.
     """
     try:
-        if isinstance(seconds, Mapping | str):  # whose keys or letters float() would take
+        if isinstance(seconds, Mapping | str):  # float() would take the keys or letters
             raise TypeError
         given = as_float(seconds)
         values = [given] * count if isinstance(given, float) else [float(value) for value in given]

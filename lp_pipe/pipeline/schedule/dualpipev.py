@@ -19,7 +19,7 @@ def dualpipev(stages: int, microbatches: int, chunks: int) -> Schedule:
     As fast as "zbv" when all costs are equal, and with one more activation; backwards are split only where a W fills a
     gap. Its point is that one stage's F and the other's B are neighbours, to be overlapped where their layers wait for
     communication of their own (experts on other devices); here they run one after the other.
-    Source: DeepSeek-V3 (2024), section 3.2.1, and github.com/deepseek-ai/DualPipe, whose steps 1 to 8 these are.
+    Source: DeepSeek-V3 (2024), section 3.2.1, and github.com/deepseek-ai/DualPipe; these are its steps 1 to 8.
 
     Raises:
         ScheduleError: stages is below 1, microbatches is below 2 * stages, or chunks is not 2.
@@ -38,7 +38,7 @@ def _worker(p: int, w: int, m: int) -> Sequence[Step]:
     down, up = legs(p, w)
     rest = p - 1 - w
     last = _alternating(up, down, 2 * (w + 1))  # the backwards of step 6
-    late = [*last[w + 1 :], *[down] * rest]  # legs whose weights come at the end, in this order
+    late = [*last[w + 1 :], *[down] * rest]  # legs that have their weights at the end, in this order
     weights = [leg.weights for leg in late]
     return [
         *[down.forward] * (2 * rest),  # 1

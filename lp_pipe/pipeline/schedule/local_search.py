@@ -80,7 +80,7 @@ def _critical_actions(problem: OrderingProblem, orders: Orders, starts: list[lis
     """Return (worker, place) of actions on one longest path that started when the one before them ended.
 
     The path is followed from the action that ends last: back through its worker for as long as that was busy, then to
-    the worker whose message it waited for.
+    the worker that sent the message it waited for.
     """
     durations, placement = problem.durations, problem.placement
     ends = [own[-1] + durations[order[-1]] for own, order in zip(starts, orders, strict=True)]

@@ -63,7 +63,7 @@ class Updates:
 class Turn(NamedTuple):
     """The next action of a replica: "F" or "B" of a micro-batch, or "U", a group's update after its last backward.
 
-    group: within the step. ahead: it belongs to the next step, whose groups count on from this one's.
+    group: within the step. ahead: it belongs to the next step, and that step's groups count on from this one's.
     """
 
     op: Literal["F", "B", "U"]
@@ -97,7 +97,7 @@ def turns(
         for group in range(updated, done):
             yield Turn("U", microbatch, group)
         updated = done
-    for group in range(updated, groups):  # groups whose last micro-batches are on other replicas
+    for group in range(updated, groups):  # the last micro-batches of these groups are on other replicas
         yield Turn("U", replica, group)
 
 
@@ -134,7 +134,7 @@ def asynchronous(name: str, stages: int, microbatches: int, updates: Updates) ->
 
 
 def vertical_sync(schedule: Schedule) -> Schedule:
-    """Return the asynchronous schedule whose micro-batches use weights of the same age on all stages.
+    """Return the asynchronous schedule with weights of the same age on all stages for a micro-batch.
 
     Raises:
         ScheduleError: it is not asynchronous.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lp_pipe.pipeline.schedule.ir import Action, Op
 
-Step = tuple[Op, int]  # an action whose micro-batch follows from its place: (op, stage)
+Step = tuple[Op, int]  # (op, stage) of an action; its micro-batch follows from its place
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Schedule "zb_h1", 1F1B whose backwards for the weights wait until a worker would be idle."""
+"""Schedule "zb_h1": 1F1B in which backwards for the weights wait until a worker would be idle."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
