@@ -1,7 +1,9 @@
 """The gRPC channels and servers below connections: their limits, pings and credentials."""
 
 import secrets
+import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -25,6 +27,7 @@ SILENCE_S = 10.0
 # that.
 _ANSWER_SHARE, _PAUSE_SHARE = 1.2, 0.125
 _DESCRIPTORS = 16  # gRPC ends the process when it finds none for its first channel
+_PUBLISH_LIMIT_S = 1.0  # a server publishes its token right after it begins to listen
 _HANDSHAKE_MS = 10_000  # for TLS and the first HTTP/2 frames; gRPC's own limit is two minutes
 
 _OPTIONS = [
@@ -60,17 +63,36 @@ def credentials_to_connect(where: TcpEndpoint) -> Credentials:
     """Return the credentials for a listener elsewhere: of a plain endpoint those that its process has published.
 
     Raises:
-        Unavailable: no process of this user serves there, and this one has no credentials of a run.
+        Unavailable: nothing listens there.
+        Unauthenticated: the listener has published no token, and this process has no credentials of a run.
     """
     if where.token or where.is_secure:
         return credentials_for(where)
     published = port_tokens.find(where.port)
-    if published:
-        return token_credentials(published)
+    if not published:
+        try:
+            return current_credentials()
+        except Unauthenticated as error:
+            published = _token_of_starting_server(where)
+            if not published:
+                raise Unauthenticated(f"no process of this user serves at {where}, and {error}") from error
+    return token_credentials(published)
+
+
+def _token_of_starting_server(where: TcpEndpoint) -> str:
+    """Wait a moment for the token of a server that has just begun to listen; "" if it publishes none.
+
+    Raises:
+        Unavailable: nothing listens there.
+    """
     try:
-        return current_credentials()
-    except Unauthenticated as error:
-        raise Unavailable(f"no process of this user on this host serves at {where}") from error
+        socket.create_connection((where.host, where.port), _PUBLISH_LIMIT_S).close()
+    except OSError as error:
+        raise Unavailable(f"nothing listens at {where}: {error.strerror or error}") from error
+    deadline = time.monotonic() + _PUBLISH_LIMIT_S
+    while not (token := port_tokens.find(where.port)) and time.monotonic() < deadline:
+        time.sleep(_PUBLISH_LIMIT_S / 20)
+    return token
 
 
 def greeting(credentials: Credentials, port: int) -> dict[str, str]:
