@@ -12,11 +12,11 @@ from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.pipeline.schedule.updates import may_overlap
-from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Task, Wanted
+from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, StepTask, Wanted
 
 
 class _Begun(NamedTuple):
-    task: Task
+    task: StepTask
     attempt: Attempt
     began: float
 
@@ -29,7 +29,7 @@ class AsynchronousSteps(Steps):
         self._begun: deque[_Begun] = deque()
         self._results: deque[tuple[StepResult, StepTrace]] = deque()  # of steps that nobody has asked for yet
         self._due: Sequence[StepResult] = ()  # came with a checkpoint, and are for a loop that goes on from it
-        self._promised: Task | None = None  # the step after those
+        self._promised: StepTask | None = None  # the step after those
         self._ended = 0.0
 
     def step(
@@ -96,21 +96,21 @@ class AsynchronousSteps(Steps):
         self._due = ()
         return super().skip(why)
 
-    def forget_ahead(self) -> None:
+    def drop_lookahead(self) -> None:
         """They will do those forwards again."""
         self._promised = None
 
-    def _next_task(self) -> Task:
+    def _next_task(self) -> StepTask:
         task, self._promised = self._promised, None
         return task if task is not None else self._feeder_task(self.done + len(self._begun))
 
-    def _feeder_task(self, step: int) -> Task:
-        return self._whole_task(self._workers.new_tag(), step, self._batch(step, None), from_feeder=True)
+    def _feeder_task(self, step: int) -> StepTask:
+        return self._task_of(self._workers.new_tag(), step, self._batch(step, None), from_feeder=True)
 
-    def _own_task(self, batch: tuple[Any, Any]) -> Task:
-        return self._whole_task(self._workers.new_tag(), self.done, self._batch(self.done, batch), from_feeder=False)
+    def _own_task(self, batch: tuple[Any, Any]) -> StepTask:
+        return self._task_of(self._workers.new_tag(), self.done, self._batch(self.done, batch), from_feeder=False)
 
-    def _begin(self, task: Task, *, ahead: bool, from_feeder: bool = True) -> None:
+    def _begin(self, task: StepTask, *, ahead: bool, from_feeder: bool = True) -> None:
         if ahead:
             try:
                 self._promised = self._feeder_task(task.step + 1)
@@ -152,5 +152,5 @@ class AsynchronousSteps(Steps):
         self._promised = None
         self._workers.discard()
         cause = first_cause(errors)
-        self._tear_at(step, cause)
+        self._mark_failed_update(step, cause)
         raise cause

@@ -15,9 +15,8 @@ from lp_pipe.errors import Unavailable
 from lp_pipe.pipeline.conductor.async_steps import AsynchronousSteps
 from lp_pipe.pipeline.conductor.evaluation import Evaluation, WindowMeans, checked_window, result_of
 from lp_pipe.pipeline.conductor.learning_rate import LearningRate
-from lp_pipe.pipeline.conductor.mirrors import AllMirrors, check_guards
-from lp_pipe.pipeline.conductor.no_steps import NoSteps
-from lp_pipe.pipeline.conductor.steps import Steps, SynchronousSteps, summed
+from lp_pipe.pipeline.conductor.mirrors import StageMirrors, check_guards
+from lp_pipe.pipeline.conductor.steps import ForwardOnlySteps, Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.conductor.whole_model import Copy, WholeModel
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
@@ -29,7 +28,7 @@ from lp_pipe.pipeline.saving import safetensors_file
 from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
 from lp_pipe.pipeline.worker.execution import Report
-from lp_pipe.pipeline.worker.mirrors import Mirror
+from lp_pipe.pipeline.worker.mirror_store import Mirror
 from lp_pipe.pipeline.worker.module_settings import Change
 from lp_pipe.pipeline.worker.tasks import Wanted
 from lp_pipe.pipeline.worker.worker import StageWorker
@@ -57,7 +56,7 @@ class Conductor:
         self._are_joined = False
         self._last = pipeline.ranks.of(pipeline.placement[-1])
         self._steps: Steps = _kind_of_steps(pipeline)(pipeline, self._workers, feeder)
-        self._mirrors = AllMirrors(self._workers, self._steps)
+        self._mirrors = StageMirrors(self._workers, self._steps)
         self._evaluations: dict[str, Evaluation] = {}
         self._results_of_evaluations: dict[str, Future[EvalResult]] = {}
         self._queue = DaemonPool(1, "pipeline operations")
@@ -167,7 +166,7 @@ class Conductor:
 
     def load(self, path: str, strict: bool = True) -> None:
         """Go on from a checkpoint folder, whatever number of stages wrote it."""
-        self._in_turn(lambda: self._load(Path(path), strict=strict), may_be_torn=True)
+        self._in_turn(lambda: self._load(Path(path), strict=strict), may_be_inconsistent=True)
 
     def mirror(self, me: Any) -> int:
         """Let each worker copy its state, for itself and its guard; returns the step. me: a client of this conductor.
@@ -191,15 +190,15 @@ class Conductor:
 
     def mirrored_steps(self) -> list[int]:
         """To which all workers could go back."""
-        return self._in_turn(self._mirrors.steps, may_be_torn=True)
+        return self._in_turn(self._mirrors.steps, may_be_inconsistent=True)
 
     def go_back(self, step: int, me: Any) -> None:
         """Go on from a mirrored step; see PipelineClient."""
-        self._in_turn(lambda: self._mirrors.go_back(step, me), may_be_torn=True)
+        self._in_turn(lambda: self._mirrors.go_back(step, me), may_be_inconsistent=True)
 
     def recover(self) -> None:
         """Join the workers anew, after one was restarted; see PipelineClient."""
-        self._in_turn(self._recover, may_be_torn=True)
+        self._in_turn(self._recover, may_be_inconsistent=True)
 
     def export(self, path: str) -> None:
         """Write the whole model as one .safetensors file."""
@@ -213,39 +212,39 @@ class Conductor:
 
     def current_step(self) -> int:
         """The number of finished steps, which is the index of the next one."""
-        return self._in_turn(lambda: self._steps.done, may_be_torn=True)
+        return self._in_turn(lambda: self._steps.done, may_be_inconsistent=True)
 
     def _in_turn(
         self,
         operation: Callable[[], T],
         *,
-        may_be_torn: bool = False,
+        may_be_inconsistent: bool = False,
         may_run_on: bool = False,
         only_reads: bool = False,
     ) -> T:
         """Run an operation after those before it.
 
-        may_be_torn: after half a step, too. may_run_on: also while a step that was begun ahead is going on.
+        may_be_inconsistent: after half a step, too. may_run_on: also while a step that was begun ahead is going on.
         only_reads: it reads the stages' weights; after half a step, too, with a warning.
         """
         return self._begin_in_turn(
-            operation, may_be_torn=may_be_torn, may_run_on=may_run_on, only_reads=only_reads
+            operation, may_be_inconsistent=may_be_inconsistent, may_run_on=may_run_on, only_reads=only_reads
         ).result()
 
     def _begin_in_turn(
         self,
         operation: Callable[[], T],
         *,
-        may_be_torn: bool = False,
+        may_be_inconsistent: bool = False,
         may_run_on: bool = False,
         only_reads: bool = False,
     ) -> "Future[T]":
         def in_order() -> T:
-            if not may_be_torn:
-                self._steps.check_whole(only_reads=only_reads)
+            if not may_be_inconsistent:
+                self._steps.check_consistent(only_reads=only_reads)
                 self._join()
             if not may_run_on:
-                with contextlib.suppress(BaseException) if may_be_torn else contextlib.nullcontext():
+                with contextlib.suppress(BaseException) if may_be_inconsistent else contextlib.nullcontext():
                     self._steps.settle()
             return operation()
 
@@ -259,19 +258,19 @@ class Conductor:
 
     def _scheduler_step(self, metric: float) -> None:
         self._learning_rate.refuse_without_metric()
-        with self._steps.tearing("scheduler_step() has failed after it may have changed some of them"):
+        with self._steps.inconsistent_on_failure("scheduler_step() has failed after it may have changed some of them"):
             self._learning_rate.step(metric)
 
     def _apply(self, change: Change) -> list[Any]:
-        self._steps.forget_ahead()
+        self._steps.drop_lookahead()
         settings = self._workers.all("settings")
         try:
             results = self._workers.all("apply_to_modules", change, self._steps.done)
         except BaseException as error:  # the function may end in SystemExit, too
-            with self._steps.tearing("apply() has failed after it may have changed some of them"):
+            with self._steps.inconsistent_on_failure("apply() has failed after it may have changed some of them"):
                 undone = self._workers.each(range(len(settings)), "undo_settings", [(one,) for one in settings])
             if any(undone):
-                self._steps.tear("apply() has failed after it had changed tensors of some of them", error)
+                self._steps.mark_inconsistent("apply() has failed after it had changed tensors of some of them", error)
             raise
         self._mirrors.forget()
         return results
@@ -279,14 +278,14 @@ class Conductor:
     def _load_state_dict(self, state: dict[str, Tensor]) -> None:
         whole = self._model.checked(state)
         self._mirrors.forget()
-        with self._steps.tearing("load_state_dict() has failed after it may have changed some of them"):
+        with self._steps.inconsistent_on_failure("load_state_dict() has failed after it may have changed some of them"):
             self._workers.all("load_state_dict", whole)
-        self._steps.forget_ahead()
+        self._steps.drop_lookahead()
 
     def _load(self, path: Path, *, strict: bool) -> None:
         found = self._model.read(path, strict=strict)
         self._mirrors.forget()
-        with self._steps.tearing(f"loading {path} has failed after it had changed some of them"):
+        with self._steps.inconsistent_on_failure(f"loading {path} has failed after it had changed some of them"):
             self._model.adopt()
         self._steps.go_to(found)
 
@@ -298,10 +297,10 @@ class Conductor:
         self._steps.stragglers.begin_again()
         self._steps.go_to(Manifest(0, self._config.seed))
         if not all(self._workers.all("is_as_built")):
-            self._steps.tear("a worker was restarted with the initial weights")
+            self._steps.mark_inconsistent("a worker was restarted with the initial weights")
 
     def _profile_memory(self, steps: int, batch: tuple[Any, Any] | None) -> list[StageMemory]:
-        self._steps.forget_ahead()
+        self._steps.drop_lookahead()
         self._workers.all("start_metering")
         try:
             self._steps.go_on(steps, batch)
@@ -319,7 +318,7 @@ class Conductor:
 
     def _infer(self, inputs: list[Any], targets: list[Any]) -> list[Report]:
         """Run forwards; the reports of the last stage's replicas."""
-        self._steps.forget_ahead()
+        self._steps.drop_lookahead()
         own = apart([*inputs, *targets])
         inputs, targets = own[: len(inputs)], own[len(inputs) :]
         ranks, worker_of_inputs = self._config.ranks, self._config.placement[0]
@@ -340,5 +339,5 @@ class Conductor:
 
 def _kind_of_steps(pipeline: PipelineConfig) -> type[Steps]:
     if pipeline.forward_only:
-        return NoSteps
+        return ForwardOnlySteps
     return AsynchronousSteps if pipeline.is_asynchronous else SynchronousSteps

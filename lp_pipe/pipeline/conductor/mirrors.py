@@ -8,7 +8,7 @@ from lp_pipe.pipeline.conductor.steps import Steps
 from lp_pipe.pipeline.conductor.workers import Workers
 
 
-class AllMirrors:
+class StageMirrors:
     """What the workers' `Mirrors` are asked for; called by one thread, between operations.
 
     me: a client of the conductor, for the worker that its own one guards.
@@ -42,7 +42,7 @@ class AllMirrors:
         self._guard(me)
         self._workers.all("settle_mirrors")
         _check_is_held(step, self.steps())
-        with self._steps.tearing(f"going back to step {step} has failed"):
+        with self._steps.inconsistent_on_failure(f"going back to step {step} has failed"):
             found = self._workers.all("go_back", step)[0]
         self._last = step
         self._steps.go_to(found)

@@ -7,12 +7,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from lp_pipe.context import log_metrics
-from lp_pipe.errors import EndOfData, PipelineError, Unavailable, add_note, noting
+from lp_pipe.errors import EndOfData, PipelineError, ScheduleError, Unavailable, add_note, noting
 from lp_pipe.pipeline.conductor.on_nan import OnNan
 from lp_pipe.pipeline.conductor.stragglers import Stragglers
 from lp_pipe.pipeline.conductor.workers import Workers
@@ -23,10 +23,9 @@ from lp_pipe.pipeline.layers.microbatches import aligned, apart, check_pair, cou
 from lp_pipe.pipeline.loss_metrics import Totals, merged, results
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.saving.contents import Manifest
-from lp_pipe.pipeline.worker.batches import BatchSource
+from lp_pipe.pipeline.worker.batch_source import BatchSource, target_checksum
 from lp_pipe.pipeline.worker.execution import Report
-from lp_pipe.pipeline.worker.same_target import glance
-from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Task, Wanted
+from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, StepTask, Wanted
 from lp_pipe.pipeline.worker.training import Update
 from lp_pipe.rpc.remote_error import headline
 from lp_pipe.training.gradients import LossScale, total_norm
@@ -37,7 +36,8 @@ _log = logging.getLogger(__name__)
 class Steps(ABC):
     """Called by one thread.
 
-    done: finished steps, which is the index of the next one. torn: why the stages are not at the same step any more.
+    done: the number of finished steps, which is the index of the next one.
+    inconsistency: why the stages are not at the same step any more; None: they are.
     """
 
     def __init__(self, config: PipelineConfig, workers: Workers, feeder: Any) -> None:
@@ -48,8 +48,8 @@ class Steps(ABC):
         self._first, self._last = ranks.of(placement[0]), ranks.of(placement[-1])
         self.stragglers = Stragglers(config, workers)
         self.done = 0
-        self.torn: str | None = None
-        self._is_torn_by_death = False
+        self.inconsistency: str | None = None
+        self._is_due_to_death = False
         self.scale = LossScale() if config.precision == "fp16" else None
 
     @abstractmethod
@@ -71,12 +71,12 @@ class Steps(ABC):
         """Let what has begun come to its end, before another operation."""
 
     @abstractmethod
-    def forget_ahead(self) -> None:
+    def drop_lookahead(self) -> None:
         """The workers have dropped what they had done of a step that nobody has begun."""
 
     def skip(self, why: str) -> StepResult:
         """The next step without its batch and its update; the learning rate goes on as with it."""
-        self.forget_ahead()
+        self.drop_lookahead()
         failure = self._apply(None, skip=True)
         step, self.done = self.done, self.done + 1
         if failure is not None:
@@ -99,38 +99,38 @@ class Steps(ABC):
 
     def go_to(self, found: Manifest) -> None:
         """Go on from a checkpoint or mirror."""
-        self.done, self.torn = found.step, None
-        self._batches.forget_ahead()
+        self.done, self.inconsistency = found.step, None
+        self._batches.drop_prefetched()
         if self.scale is not None:
             self.scale = found.loss_scale or LossScale()
 
-    def tear(self, why: str, error: BaseException | None = None) -> None:
+    def mark_inconsistent(self, why: str, error: BaseException | None = None) -> None:
         """The stages are not at the same step any more; `go_to` follows once they are."""
         what = f"{why}: {headline(error)}" if error is not None else why
-        self.torn, self._is_torn_by_death = what, isinstance(error, Unavailable)
+        self.inconsistency, self._is_due_to_death = what, isinstance(error, Unavailable)
 
     @contextlib.contextmanager
-    def tearing(self, why: str) -> Iterator[None]:
+    def inconsistent_on_failure(self, why: str) -> Iterator[None]:
         """While the stages change one by one, so that after an exception they are not at the same step any more."""
         try:
             yield
         except BaseException as error:  # layers may end in SystemExit, too
-            self.tear(why, error)
+            self.mark_inconsistent(why, error)
             raise
 
-    def check_whole(self, *, only_reads: bool = False) -> None:
+    def check_consistent(self, *, only_reads: bool = False) -> None:
         """Refuse to go on after half a step; to read what the stages have is allowed, with a warning.
 
         Raises:
             PipelineError, Unavailable: that is so; says why.
         """
-        if self.torn is not None and only_reads and not self._is_torn_by_death:
-            _log.warning("the stages are not at the same step (%s): what is read is a mixture", self.torn)
-        elif self.torn is not None:
+        if self.inconsistency is not None and only_reads and not self._is_due_to_death:
+            _log.warning("the stages are not at the same step (%s): what is read is a mixture", self.inconsistency)
+        elif self.inconsistency is not None:
             # What a death has left behind is its echo, for whoever asks next, and no cause of its own.
-            kind = Unavailable if self._is_torn_by_death else PipelineError
+            kind = Unavailable if self._is_due_to_death else PipelineError
             raise kind(
-                f"the stages are not at the same step any more ({self.torn}): load() a checkpoint to go on; "
+                f"the stages are not at the same step any more ({self.inconsistency}): load() a checkpoint to go on; "
                 "state_dict(), export(), forward() and evaluate() still work"
             )
 
@@ -150,11 +150,11 @@ class Steps(ABC):
             own, own_target = apart((value, target))
             return aligned(own), own_target, microbatches
 
-    def _whole_task(self, tag: int, step: int, batch: tuple[Any, Any, int], *, from_feeder: bool) -> Task:
+    def _task_of(self, tag: int, step: int, batch: tuple[Any, Any, int], *, from_feeder: bool) -> StepTask:
         value, target, microbatches = batch
-        return Task(tag, step, microbatches, (value,), (target,), glance(target) if from_feeder else None)
+        return StepTask(tag, step, microbatches, (value,), (target,), target_checksum(target) if from_feeder else None)
 
-    def _task(self, rank: int, task: Task, *, from_feeder: bool) -> Task:
+    def _task(self, rank: int, task: StepTask, *, from_feeder: bool) -> StepTask:
         """Without the tensors that this rank does not need, or gets from the feeder itself."""
         sends = not from_feeder or rank == 0
         return task._replace(
@@ -169,7 +169,7 @@ class Steps(ABC):
         once the step counts as done: the stages are at the same step.
 
         Raises:
-            Exception: the update's own error; either no stage has done it, or they are torn.
+            Exception: the update's own error; either no stage has done it, or they are inconsistent.
         """
         failure = None
         try:
@@ -188,7 +188,7 @@ class Steps(ABC):
                 self._workers.discard()
                 raise
             else:
-                self._tear_at(self.done, error, updates)
+                self._mark_failed_update(self.done, error, updates)
                 raise
         self._workers.new_tag()  # the step stays: what is discarded from now on is another one's
         return failure
@@ -200,12 +200,16 @@ class Steps(ABC):
         except Unavailable:
             return {}
 
-    def _tear_at(self, step: int, error: BaseException, updates: Mapping[str, Update] = MappingProxyType({})) -> None:
-        self.tear(f"an update has failed after it had changed some of them: step {step}", error)
-        self.torn = "; ".join([str(self.torn), *(f"{name} {update.value}" for name, update in updates.items())])
+    def _mark_failed_update(
+        self, step: int, error: BaseException, updates: Mapping[str, Update] = MappingProxyType({})
+    ) -> None:
+        self.mark_inconsistent(f"an update has failed after it had changed some of them: step {step}", error)
+        self.inconsistency = "; ".join(
+            [str(self.inconsistency), *(f"{name} {update.value}" for name, update in updates.items())]
+        )
 
     def _outcome(
-        self, task: Task, reports: Sequence[Report], began: float, pipe_s: float, **more: Any
+        self, task: StepTask, reports: Sequence[Report], began: float, pipe_s: float, **more: Any
     ) -> tuple[StepResult, StepTrace]:
         step = task.step
         self.stragglers.note(step, reports, task.microbatches)
@@ -231,7 +235,7 @@ class SynchronousSteps(Steps):
         """One after another, whatever more will come."""
         start = time.monotonic()
         value, target, microbatches = self._batch(self.done, batch, input_grad=wanted.input_grad)
-        task = self._whole_task(0, self.done, (value, target, microbatches), from_feeder=batch is None)
+        task = self._task_of(0, self.done, (value, target, microbatches), from_feeder=batch is None)
         task = task._replace(wanted=wanted)
         # A layer may write to its input; the search is to find what the step has found.
         again = task if self._config.on_nan == "ignore" else task._replace(given=(apart((value, value))[1],))
@@ -239,7 +243,7 @@ class SynchronousSteps(Steps):
         factor = scale.factor if scale is not None else None
         began = time.monotonic()
 
-        def run(method: str, task: Task) -> list[Report]:
+        def run(method: str, task: StepTask) -> list[Report]:
             return self._workers.run(
                 lambda worker, tag, rank: getattr(worker, method)(
                     self._task(rank, task._replace(tag=tag), from_feeder=batch is None), factor
@@ -259,7 +263,7 @@ class SynchronousSteps(Steps):
         if scale is not None:
             self.scale = scale.after(overflowed=overflowed)
         if self._config.shares_weights:
-            with self.tearing(f"step {task.step} has failed after the update, at the tied weights"):
+            with self.inconsistent_on_failure(f"step {task.step} has failed after the update, at the tied weights"):
                 self._workers.run(lambda worker, tag, _: worker.share_weights(tag))
         self.done += 1
         if failure is not None:
@@ -278,7 +282,7 @@ class SynchronousSteps(Steps):
     def settle(self) -> None:
         """Nothing runs on."""
 
-    def forget_ahead(self) -> None:
+    def drop_lookahead(self) -> None:
         """Nothing is done ahead."""
 
     @contextlib.contextmanager
@@ -299,3 +303,18 @@ class SynchronousSteps(Steps):
 def summed(reports: Sequence[Report]) -> tuple[float, Totals]:
     """Return loss and metrics of the last stage's replicas, added up in rank order."""
     return sum(report.loss for report in reports), merged(report.metrics for report in reports)
+
+
+class ForwardOnlySteps(SynchronousSteps):
+    """Refuses them; all else is as between two steps."""
+
+    def step(self, batch: tuple[Any, Any] | None, more: int = 0, wanted: Wanted = NOTHING_MORE) -> NoReturn:
+        """
+        Raises:
+            ScheduleError: says what such a pipeline is for.
+        """
+        name = self._config.schedule_for(self._config.microbatches).name
+        raise ScheduleError(
+            f"schedule {name!r} has no backwards, so that this pipeline takes no steps: it is for forward(), "
+            "forward_stream() and evaluate(), which every other schedule has, too: to train, say schedule='1f1b'"
+        )

@@ -1,15 +1,110 @@
 """Who tells of stragglers: in the log and the metrics once, and to those who ask."""
 
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
 
 from lp_pipe.context import log_metrics
-from lp_pipe.pipeline.conductor.pace import Pace
 from lp_pipe.pipeline.conductor.workers import Workers
-from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.config import PipelineConfig, Ranks
 from lp_pipe.pipeline.results import Straggler
 from lp_pipe.pipeline.worker.execution import Report
-from lp_pipe.pipeline.worker.whereabouts import Whereabouts
+from lp_pipe.pipeline.worker.worker_info import WorkerInfo
+
+_WARM_UP = 3  # steps that are always slow: memory is allocated, kernels are chosen
+_WINDOW = 15  # steps whose median counts, so that a few slow ones do not
+_EVERY = 5  # steps between two looks
+_SLOW, _WELL_AGAIN = 2.0, 1.5
+_NOISE_S = 1e-3  # per micro-batch; what is closer to its expected time than that is nobody's trouble
+
+
+@dataclass(frozen=True)
+class SlowWorker:
+    """A worker's place, and its seconds per micro-batch: what they are, what they should be, and says who."""
+
+    rank: int
+    measured_seconds: float
+    expected_seconds: float
+    by: str
+
+    @property
+    def ratio(self) -> float:
+        """How many times slower it is."""
+        return self.measured_seconds / self.expected_seconds
+
+
+class StragglerDetector:
+    """predicted: a plan's seconds per micro-batch of one replica, by worker.
+
+    Where there is no plan, a worker is compared with the other replicas of its stages, and with its own first steps.
+    What all take longer for since then, such as larger batches or a busy host, makes no straggler.
+    """
+
+    def __init__(self, ranks: Ranks, predicted: Mapping[int, float]) -> None:
+        self._ranks = ranks
+        self._places = ranks.places
+        self._predicted = predicted
+        self._recent: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in self._places]
+        self._usual: list[float] = []  # the medians of the first window
+        self._steps = 0
+        self.slow: dict[int, SlowWorker] = {}  # now, by rank
+
+    def note(self, busy_s: Sequence[float], microbatches: int) -> tuple[list[SlowWorker], list[int]]:
+        """A step's seconds of computation, by rank.
+
+        Returns who has become slow by it, and the ranks that were and are not any more.
+        """
+        self._steps += 1
+        if self._steps <= _WARM_UP:
+            return [], []
+        for recent, (worker, replica), seconds in zip(self._recent, self._places, busy_s, strict=True):
+            own = len(range(replica, microbatches, self._ranks.replicas[worker]))
+            if own:
+                recent.append(seconds / own)
+        is_time = self._steps % _EVERY == 0 and self._steps >= _WARM_UP + _WINDOW
+        return self._look() if is_time else ([], [])
+
+    def begin_again(self) -> None:
+        """A worker was restarted, perhaps on another host. What the first steps took is still what counts as usual."""
+        for recent in self._recent:
+            recent.clear()
+        self._steps, self.slow = 0, {}
+
+    def _look(self) -> tuple[list[SlowWorker], list[int]]:
+        medians = [median(recent) if recent else 0.0 for recent in self._recent]
+        self._usual = self._usual or medians
+        now = {rank: slow for rank in range(len(medians)) if (slow := self._slow(rank, medians)) is not None}
+        news = [slow for rank, slow in now.items() if slow.ratio >= _SLOW and rank not in self.slow]
+        well = [rank for rank in self.slow if rank not in now]
+        self.slow = {rank: slow for rank, slow in now.items() if slow.ratio >= _SLOW or rank in self.slow}
+        return news, well
+
+    def _slow(self, rank: int, medians: Sequence[float]) -> SlowWorker | None:
+        """By the comparison that is the worst for it; None where it is well."""
+        measured = medians[rank]
+        found = [
+            SlowWorker(rank, measured, expected, by)
+            for expected, by in self._expectations(rank, medians)
+            if expected > 0 and measured >= _WELL_AGAIN * expected and measured - expected >= _NOISE_S
+        ]
+        return max(found, key=lambda slow: slow.ratio, default=None)
+
+    def _expectations(self, rank: int, medians: Sequence[float]) -> list[tuple[float, str]]:
+        worker, _ = self._places[rank]
+        if self._predicted.get(worker):
+            return [(self._predicted[worker], "by the plan")]
+        others = [medians[other] for other in self._ranks.of(worker) if other != rank]
+        found = [(self._usual[rank] * self._others_ratio(rank, medians), "by its first steps")]
+        return [*found, (median(others), "by the other replicas of its stage")] if others else found
+
+    def _others_ratio(self, rank: int, medians: Sequence[float]) -> float:
+        """How many times slower all others have become at least; 0 where there are none."""
+        pairs = enumerate(zip(medians, self._usual, strict=True))
+        ratios = [now / usual for other, (now, usual) in pairs if other != rank and usual]
+        return max(1.0, min(ratios)) if ratios else 0.0
+
 
 _log = logging.getLogger(__name__)
 
@@ -19,7 +114,7 @@ class Stragglers:
 
     def __init__(self, config: PipelineConfig, workers: Workers) -> None:
         self._places = config.ranks.places
-        self._pace = Pace(config.ranks, dict(enumerate(config.predicted_seconds)))
+        self._pace = StragglerDetector(config.ranks, dict(enumerate(config.predicted_seconds)))
         self._workers = workers
         self._by_rank: dict[int, Straggler] = {}
 
@@ -45,7 +140,7 @@ class Stragglers:
             log_metrics({f"straggler/{found.node}": 1.0}, step)
         if not news:
             return
-        places: list[Whereabouts] = self._workers.all("whereabouts")
+        places: list[WorkerInfo] = self._workers.all("whereabouts")
         for slow in news:
             node, host, stages = places[slow.rank]
             worker, replica = self._places[slow.rank]

@@ -1,29 +1,93 @@
 """A worker's steps of an asynchronous schedule: updates between backwards, and the next step's first forwards."""
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
-from lp_pipe.errors import noting
+from lp_pipe.errors import ChannelClosed, noting
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.compute.weight_versions import WeightVersions
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.updates import Timing, Turn, turns
-from lp_pipe.pipeline.worker.ahead import Ahead
-from lp_pipe.pipeline.worker.async_guard import Guard
 from lp_pipe.pipeline.worker.execution import Execution, Operation, Report
-from lp_pipe.pipeline.worker.intake import Intake
 from lp_pipe.pipeline.worker.metering import Metering
+from lp_pipe.pipeline.worker.microbatch_source import MicrobatchSource
 from lp_pipe.pipeline.worker.reduction import Reduction
-from lp_pipe.pipeline.worker.step_order import StepOrder
-from lp_pipe.pipeline.worker.tasks import Task
+from lp_pipe.pipeline.worker.tasks import StepTask
 from lp_pipe.pipeline.worker.training import Training
+from lp_pipe.pipeline.worker.update_guard import UpdateGuard
 from lp_pipe.training.buffer_snapshot import BufferSnapshot
 
 
-class AsyncWorker(Ahead):
+class StepOrder:
+    """Called by the threads of several steps, each of which has a tag, and by whoever aborts them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._ended = self._failed = 0  # the last step's tag
+        self._aborted: tuple[int, str] = (0, "")
+
+    @contextmanager
+    def step(self, tag: int, after: int) -> Iterator[None]:
+        """Step `tag` is the body, once step `after` has ended (0: there is none).
+
+        Raises:
+            ChannelClosed: that one has failed, or this one was aborted.
+        """
+        has_ended = False
+        try:
+            self._wait_for(after, tag)
+            yield
+            has_ended = True
+        finally:
+            with self._changed:
+                self._ended = tag
+                self._failed = self._failed if has_ended else tag
+                self._changed.notify_all()
+
+    def abort(self, tag: int, reason: str) -> None:
+        """Let steps up to `tag` that still wait fail."""
+        with self._changed:
+            self._aborted = (tag, reason)
+            self._changed.notify_all()
+
+    def _wait_for(self, after: int, tag: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended >= after or self._aborted[0] >= tag)
+            if self._aborted[0] >= tag:
+                raise ChannelClosed(self._aborted[1])
+            if after and self._failed == after:
+                raise ChannelClosed("the step before has failed")
+
+
+class Lookahead:
+    """Of a synchronous schedule there is neither; of an asynchronous one see AsyncWorker."""
+
+    def abort(self, tag: int, reason: str) -> None:
+        """Let operations up to `tag` that have not begun fail."""
+
+    def discard(self) -> None:
+        """Forget the next step's forwards: they will be done again."""
+
+    def forget_versions(self) -> None:
+        """The weights have come from elsewhere."""
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        """In the body buffers are as after the last whole step."""
+        return nullcontext()
+
+    def versions(self) -> list[dict[str, Any]]:
+        """What a checkpoint needs beside the newest weights, to go on as if nothing had happened; if anything, one."""
+        return []
+
+    def restore(self, versions: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the `versions` of the workers that wrote a checkpoint."""
+
+
+class AsyncWorker(Lookahead):
     """One replica of a stage, in node `name`. timings: of all stages. share: (replica, replicas).
 
     Where all stages update after the same micro-batches, the loss weights of these add up to 1, as in a step. Else each
@@ -39,9 +103,9 @@ class AsyncWorker(Ahead):
         execution: Execution,
         training: Training,
         reduction: Reduction,
-        intake: Intake,
+        microbatch_source: MicrobatchSource,
         metering: Metering,
-        guard: Guard | None = None,
+        guard: UpdateGuard | None = None,
     ) -> None:
         self._name = name
         self._stage = stage
@@ -51,7 +115,7 @@ class AsyncWorker(Ahead):
         self._execution = execution
         self._training = training
         self._reduction = reduction
-        self._intake = intake
+        self._microbatch_source = microbatch_source
         self._metering = metering
         self._guard = guard
         self._training_actions = guard.around(execution.training) if guard is not None else execution.training
@@ -63,7 +127,7 @@ class AsyncWorker(Ahead):
         self._boundary: BufferSnapshot | None = None  # before these
         self._order = StepOrder()
 
-    def run(self, task: Task, ahead: Task | None, after: int) -> Report:
+    def run(self, task: StepTask, ahead: StepTask | None, after: int) -> Report:
         """One step. ahead: the next one, whose first forwards are done on the way. after: the tag of the one before.
 
         Raises:
@@ -116,7 +180,7 @@ class AsyncWorker(Ahead):
                 older.setdefault(newest - state["newest"] + version, {}).update(weights)
         self._versions.restore(newest, older)
 
-    def _run(self, task: Task, ahead: Task | None) -> Report:
+    def _run(self, task: StepTask, ahead: StepTask | None) -> Report:
         if self._next is None or self._next.tag != task.tag:
             self.discard()
             self._next = self._operation_of(task)
@@ -138,7 +202,7 @@ class AsyncWorker(Ahead):
             self._training.step_scheduler()
         return operation.report
 
-    def _operation_ahead(self, task: Task | None, operation: Operation, microbatches: int) -> Operation:
+    def _operation_ahead(self, task: StepTask | None, operation: Operation, microbatches: int) -> Operation:
         if self._next is None:
             assert task is not None, "turns has been told of its micro-batches"
             self._boundary = BufferSnapshot(self._modules)
@@ -146,9 +210,9 @@ class AsyncWorker(Ahead):
             self._next.first_number = operation.first_number + microbatches
         return self._next
 
-    def _operation_of(self, task: Task) -> Operation:
-        operation = self._intake.operation(task)
-        self._intake.weigh_in_groups(operation, self._timing.every if self._is_uniform else 1)
+    def _operation_of(self, task: StepTask) -> Operation:
+        operation = self._microbatch_source.operation(task)
+        self._microbatch_source.weigh_in_groups(operation, self._timing.every if self._is_uniform else 1)
         return operation
 
     def _run_action(self, turn: Turn, operation: Operation, first: int) -> None:
@@ -157,7 +221,7 @@ class AsyncWorker(Ahead):
         operation.report.versions.append((str(action), version))
         self._execution.run([action], operation, self._doing)
 
-    def _update(self, task: Task, first: int, turn: Turn) -> None:
+    def _update(self, task: StepTask, first: int, turn: Turn) -> None:
         """With the gradients of the turn's update group; `first` is the number of groups before the step."""
         group, microbatches = first + turn.group, self._in_group(turn.group, task.microbatches)
         self._versions.take_gradients(self._version_of(group))

@@ -5,7 +5,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lp_pipe.channels import Receiver, Sender
+from lp_pipe.channels.receiver import Receiver
+from lp_pipe.channels.sender import Sender
 from lp_pipe.training.device import CPU, to_device, to_host
 
 Key = TypeVar("Key")

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 import torch
 
 from lp_pipe.address import Address
-from lp_pipe.channels import Sender, open_sender
 from lp_pipe.channels.packing import CPU
+from lp_pipe.channels.sender import Sender, open_sender
 from lp_pipe.handles import Handle
 from lp_pipe.launched import services_for
 from lp_pipe.telemetry import waits

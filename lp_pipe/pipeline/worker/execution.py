@@ -21,10 +21,10 @@ from lp_pipe.pipeline.loss_metrics import Totals, add_metrics
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.ir import WORDS
+from lp_pipe.pipeline.worker.copied_parameters import CopiedParameters
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.side_channels import SideChannels
 from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Wanted
-from lp_pipe.pipeline.worker.written_parameters import CopiedParameters
 from lp_pipe.telemetry import positions
 from lp_pipe.training.device import autocast, to_host
 from lp_pipe.training.gradients import GradientNorm, scaled
@@ -77,7 +77,7 @@ class Operation:
         return "in eval mode" if self.step == EVALUATION else f"step {self.step}"
 
 
-Run = Callable[[Action, Operation], None]
+RunAction = Callable[[Action, Operation], None]
 
 
 class _Route(NamedTuple):
@@ -134,13 +134,13 @@ class Execution:
         self._links = links
         self._side = side
         self._name = name
-        self.training: Mapping[str, Run] = {
+        self.training: Mapping[str, RunAction] = {
             "F": self._forward,
             "B": self._backward,
             "I": self._backward,
             "W": self._backward_weights,
         }
-        self.inference: Mapping[str, Run] = {"F": self._infer}
+        self.inference: Mapping[str, RunAction] = {"F": self._infer}
         self._copied = CopiedParameters(config, stages)
         self._routes: dict[Action, _Route] = {}
         self._at: tuple[Action, Operation] | None = None
@@ -156,7 +156,7 @@ class Execution:
         done = len(operation.report.spans)
         return f"{self._describe(action)}, {operation.when}, {done} action{'s' * (done != 1)} done"
 
-    def run(self, actions: Iterable[Action], operation: Operation, doing: Mapping[str, Run]) -> None:
+    def run(self, actions: Iterable[Action], operation: Operation, doing: Mapping[str, RunAction]) -> None:
         """Do one action after another. doing: `training` or `inference`, perhaps with something around it.
 
         Raises:

@@ -1,14 +1,14 @@
 """A worker's part in what its pipeline's user asks of learning rates, between two steps."""
 
-from lp_pipe.pipeline.worker.past import Past
+from lp_pipe.pipeline.worker.restart_check import RestartCheck
 from lp_pipe.pipeline.worker.training import Training
 
 
 class LearningRate:
     """Of one worker. Its public methods are also the worker's, for the conductor."""
 
-    def __init__(self, training: Training, past: Past) -> None:
-        self._past = past
+    def __init__(self, training: Training, restart_check: RestartCheck) -> None:
+        self._restart_check = restart_check
         self._training = training
 
     def scheduler_kind(self) -> tuple[str, bool] | None:
@@ -23,8 +23,8 @@ class LearningRate:
             Exception: the scheduler's own; other workers' may have made the step.
             Unavailable: this process was started again; no channel would tell.
         """
-        self._past.check()
-        self._past.changes()
+        self._restart_check.check_joined()
+        self._restart_check.note_change()
         self._training.step_scheduler_by(metric)
 
     def learning_rates(self) -> dict[str, float]:
@@ -33,5 +33,5 @@ class LearningRate:
         Raises:
             Unavailable: this process was started again, with the initial ones.
         """
-        self._past.check()
+        self._restart_check.check_joined()
         return self._training.learning_rates()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lp_pipe.pipeline.compute.activation_meter import ActivationMeter, bytes_of
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.schedule import Action
-from lp_pipe.pipeline.worker.execution import Operation, Run
+from lp_pipe.pipeline.worker.execution import Operation, RunAction
 from lp_pipe.pipeline.worker.training import Training
 from lp_pipe.private_torch import buffers_of, parameters_of, pytree
 
@@ -55,7 +55,7 @@ class Metering:
         )
 
     @contextlib.contextmanager
-    def around(self, doing: Mapping[str, Run]) -> Iterator[Mapping[str, Run]]:
+    def around(self, doing: Mapping[str, RunAction]) -> Iterator[Mapping[str, RunAction]]:
         """What to call for the actions of a step, instead of `doing`."""
         if self._meter is None:
             yield doing
@@ -69,7 +69,7 @@ class Metering:
             self._gradient_bytes = self._training.bytes()[1]
             self._version_bytes = max(self._version_bytes, version_bytes)
 
-    def _counted(self, op: str, run: Run, meter: ActivationMeter) -> Run:
+    def _counted(self, op: str, run: RunAction, meter: ActivationMeter) -> RunAction:
         around = {"F": meter.forward, "I": meter.backward_for_inputs}.get(op, contextlib.nullcontext)
 
         def counted(action: Action, operation: Operation) -> None:

@@ -1,11 +1,20 @@
 """Who one rank is among the processes of its pipeline, and how it comes by channels to the others."""
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from lp_pipe.channels import ChannelHub, Receiver, Sender
+from lp_pipe.address import Address
+from lp_pipe.channels import kinds
+from lp_pipe.channels.hub import ChannelHub
+from lp_pipe.channels.receiver import Receiver
+from lp_pipe.channels.sender import Sender
+from lp_pipe.connections import inproc, unix
+from lp_pipe.context import context
+from lp_pipe.launch.processes.socket_dir import make_socket_dir
 from lp_pipe.pipeline.config import Ranks
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
 from lp_pipe.training.device import CPU
@@ -45,3 +54,30 @@ class Neighbours:
             ValueError: this kind of channel does not fit.
         """
         return self.targets[rank].open(label + self.epoch, kind=self.kind, name=self.name, device=self.device)
+
+
+def own_hub(kind: str, address: Address) -> ChannelHub:
+    """Where this node receives on channels of that kind, found by others at the address."""
+    node = context()
+    usual = node.services.endpoint_for(address.id)
+    hub = ChannelHub(node.exit_stack.enter_context(_endpoint(kind, usual)), node.name)
+    node.exit_stack.callback(hub.close, f"{node.name} has ended")
+    node.services.register(address.id, hub.endpoint)
+    return hub
+
+
+@contextmanager
+def _endpoint(kind: str, usual: str) -> Iterator[str]:
+    """For senders that ask for `kind`; `usual` is the launcher's choice.
+
+    Between threads that is calls, by which no shared memory travels: "shm" gets a socket in a folder of its own, which
+    goes after the body.
+    """
+    if kind != "shm" or not usual.startswith(inproc.SCHEME):
+        yield usual if kind == "auto" else kinds.named(kind).hub_endpoint(usual)
+        return
+    folder = make_socket_dir()
+    try:
+        yield f"{unix.SCHEME}{folder}/channels"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -18,13 +18,13 @@ from lp_pipe.pipeline.layers.message import tensors_of
 from lp_pipe.pipeline.layers.skips import call
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
-from lp_pipe.pipeline.worker.execution import Operation, Run
+from lp_pipe.pipeline.worker.execution import Operation, RunAction
 from lp_pipe.training.gradients import is_finite
 
 LOSS = "the loss function"
 
 
-class Search:
+class NonFiniteSearch:
     """On the stages of the worker `node`. names: of their layers, by index."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Search:
         self._found: list[NonFinite] = []
 
     @contextlib.contextmanager
-    def around(self, doing: Mapping[str, Run], found: list[NonFinite]) -> Iterator[Mapping[str, Run]]:
+    def around(self, doing: Mapping[str, RunAction], found: list[NonFinite]) -> Iterator[Mapping[str, RunAction]]:
         """What to call for the actions of a step, instead of `doing`; what there is comes into `found`.
 
         Per micro-batch and stage: the first layer of the forward, and the last one, which is the backward's first.
@@ -68,13 +68,13 @@ class Search:
             self._on_gradients(value, stage, place.microbatch, place.layer + 1, LOSS)
         return value
 
-    def _forward(self, run: Run, action: Action, operation: Operation) -> None:
+    def _forward(self, run: RunAction, action: Action, operation: Operation) -> None:
         run(action, operation)
         if action.stage == self._last_stage and not is_finite(operation.losses[action.microbatch][0]):
             stage = self._stages[action.stage]
             self._note(False, stage, action.microbatch, stage.last_layer + 1, f"the output of {LOSS}")
 
-    def _backward(self, run: Run, action: Action, operation: Operation) -> None:
+    def _backward(self, run: RunAction, action: Action, operation: Operation) -> None:
         run(action, operation)
         stage = self._stages[action.stage]
         found = self.bad_gradient(stage)

@@ -13,12 +13,12 @@ class Wanted(NamedTuple):
 NOTHING_MORE = Wanted()
 
 
-class Task(NamedTuple):
+class StepTask(NamedTuple):
     """One step of training. Asynchronous steps are asked for before the one before has ended, in the order of tags.
 
     given: the batch's input, for the first stage. target: for the last stage. None: ask the feeder. They are split by
     the workers, because memory that was split before it came there would lie at other addresses.
-    glance: at the feeder's target, for workers that ask for it, too.
+    target_checksum: at the feeder's target, for workers that ask for it, too.
     wanted: what the first and the last stage report beside loss and metrics.
     """
 
@@ -27,5 +27,5 @@ class Task(NamedTuple):
     microbatches: int
     given: tuple[Any] | None = None
     target: tuple[Any] | None = None
-    glance: int | None = None
+    target_checksum: int | None = None
     wanted: Wanted = NOTHING_MORE

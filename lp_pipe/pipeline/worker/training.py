@@ -43,7 +43,7 @@ class Update(enum.Enum):
 
     NOTHING_TO_DO = "has nothing to update"
     NOT_BEGUN = "has not done the update"
-    TORN = "has failed in the update"
+    PARTIAL = "has failed in the update"
     WITHOUT_SCHEDULER = "has done the update, and failed in the scheduler"
     DONE = "has done the update"
 
@@ -133,7 +133,7 @@ class Training:
             self.last_update = Update.DONE
         finally:
             if self.last_update is Update.NOT_BEGUN and self._versions() != versions:
-                self.last_update = Update.TORN
+                self.last_update = Update.PARTIAL
             self.clear_gradients()  # else the next step would add to them
 
     def update(self, step: int, index: int) -> None:

@@ -25,27 +25,25 @@ from lp_pipe.pipeline.layers.state_shapes import accepted_by_modules, check_shap
 from lp_pipe.pipeline.results import NonFinite, StageMemory
 from lp_pipe.pipeline.saving.contents import Saved, is_of, joined
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
-from lp_pipe.pipeline.worker.ahead import Ahead
-from lp_pipe.pipeline.worker.async_guard import Guard
-from lp_pipe.pipeline.worker.async_worker import AsyncWorker
+from lp_pipe.pipeline.worker.async_worker import AsyncWorker, Lookahead
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
-from lp_pipe.pipeline.worker.execution import Execution, Operation, Report, Run
-from lp_pipe.pipeline.worker.intake import Intake
+from lp_pipe.pipeline.worker.execution import Execution, Operation, Report, RunAction
 from lp_pipe.pipeline.worker.learning_rate import LearningRate
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.metering import Metering
-from lp_pipe.pipeline.worker.mirrors import Mirrors
+from lp_pipe.pipeline.worker.microbatch_source import MicrobatchSource
+from lp_pipe.pipeline.worker.mirror_store import MirrorStore
 from lp_pipe.pipeline.worker.module_settings import Change, ModuleSettings, Settings, with_loss
-from lp_pipe.pipeline.worker.neighbours import Neighbours
-from lp_pipe.pipeline.worker.nonfinite import Search
-from lp_pipe.pipeline.worker.own_hub import own_hub
-from lp_pipe.pipeline.worker.past import Past
+from lp_pipe.pipeline.worker.neighbours import Neighbours, own_hub
+from lp_pipe.pipeline.worker.nonfinite import NonFiniteSearch
 from lp_pipe.pipeline.worker.reduction import Reduction
+from lp_pipe.pipeline.worker.restart_check import RestartCheck
 from lp_pipe.pipeline.worker.shares import Shares
 from lp_pipe.pipeline.worker.side_channels import SideChannels
-from lp_pipe.pipeline.worker.tasks import Task
+from lp_pipe.pipeline.worker.tasks import StepTask
 from lp_pipe.pipeline.worker.training import Training, Update
-from lp_pipe.pipeline.worker.whereabouts import Whereabouts
+from lp_pipe.pipeline.worker.update_guard import UpdateGuard
+from lp_pipe.pipeline.worker.worker_info import WorkerInfo
 from lp_pipe.private_torch import buffers_of, parameters_of, version_of
 from lp_pipe.training.device import choose_device, current, to_host
 from lp_pipe.training.forward_writes import ForwardWrites
@@ -74,12 +72,12 @@ class StageWorker:
                 refuse_time_first(stage.layers, stage.first_layer)
         self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler, pipeline.seed)
         self._saved: Saved | None = None
-        self._past = Past(node.name)
-        self.join, self.is_as_built = self._past.join, self._past.is_as_built
-        rate = LearningRate(self.training, self._past)
+        self._restart_check = RestartCheck(node.name)
+        self.join, self.is_as_built = self._restart_check.join, self._restart_check.is_as_built
+        rate = LearningRate(self.training, self._restart_check)
         self.scheduler_kind, self.step_scheduler = rate.scheduler_kind, rate.step_scheduler
         self.learning_rates = rate.learning_rates
-        mirrors = Mirrors(worker.rank, self._share, self._take)
+        mirrors = MirrorStore(worker.rank, self._share, self._take)
         self.guarded_by, self.forget_mirrors = mirrors.guarded_by, mirrors.forget_mirrors
         self.mirror, self.go_back = mirrors.mirror, mirrors.go_back
         self.keep_mirror, self.mirror_of = mirrors.keep_mirror, mirrors.mirror_of
@@ -96,17 +94,17 @@ class StageWorker:
         )
         self._writes = ForwardWrites(self._inner, self.training.named_parameters.items(), self._modules)
         self._metering = Metering(self._inner, self.training, (self._worker, self._replica), list(self._stages))
-        self._search = Search(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
-        self._intake = Intake(pipeline, self._stages, feeder, node.name, self._device)
+        self._search = NonFiniteSearch(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
+        self._microbatch_source = MicrobatchSource(pipeline, self._stages, feeder, node.name, self._device)
         # Not before its layers are built: where that fails, the neighbours are told why, and find no closed hub.
         hub = own_hub(pipeline.channel, channels)
         self._connect(
             Neighbours(pipeline.ranks, worker.rank, node.name, hub, neighbours, pipeline.channel, self._device)
         )
 
-    def whereabouts(self) -> Whereabouts:
+    def whereabouts(self) -> WorkerInfo:
         """Where it runs, and what."""
-        return Whereabouts(self._name, socket.gethostname(), tuple(self._stages))
+        return WorkerInfo(self._name, socket.gethostname(), tuple(self._stages))
 
     def is_up(self) -> bool:
         """Whether it answers, after a restart."""
@@ -114,20 +112,20 @@ class StageWorker:
 
     def reconnect(self, epoch: str) -> None:
         """New channels to all neighbours, one of which was restarted; the same `epoch` for all workers."""
-        self._past.join_again()
-        self._intake.forget_ahead()
+        self._restart_check.rejoin()
+        self._microbatch_source.drop_prefetched()
         self.discard(0)
         for ends in (self._links, self._reduction):
             ends.close("a worker was restarted")
         self._connect(replace(self._neighbours, epoch=epoch))
         gc.collect()  # the closed ends, in cycles with their connections, keep more memory than the collector knows of
 
-    def train(self, task: Task, scale: float | None = None) -> Report:
+    def train(self, task: StepTask, scale: float | None = None) -> Report:
         """Run the schedule's actions for one step; gradients stay until `apply` or `discard`.
 
         scale: a factor of the losses, for the backwards; the gradients are without it afterwards.
         """
-        self._past.changes()
+        self._restart_check.note_change()
         if self._config.callbacks:
             self._apply_callbacks(task.step)
         operation = self._run(task, scale, self._metering.around(self._execution.training))
@@ -136,20 +134,20 @@ class StageWorker:
         self.training.examine(operation.report, self._config, scale)
         return operation.report
 
-    def search(self, task: Task, scale: float | None = None) -> Report:
+    def search(self, task: StepTask, scale: float | None = None) -> Report:
         """As `train`, to see where something is not finite; `discard` what it has done."""
         found: list[NonFinite] = []
         report = self._run(task, scale, self._search.around(self._execution.training, found)).report
         report.nonfinite = found
         return report
 
-    def train_ahead(self, task: Task, ahead: Task | None, after: int) -> Report:
+    def train_ahead(self, task: StepTask, ahead: StepTask | None, after: int) -> Report:
         """One step of an asynchronous schedule, updates included; see AsyncWorker.run."""
-        assert isinstance(self._ahead, AsyncWorker), "only an asynchronous schedule has such steps"
-        self._past.changes()
+        assert isinstance(self._lookahead, AsyncWorker), "only an asynchronous schedule has such steps"
+        self._restart_check.note_change()
         self._writes.forget()  # a step that fails is not undone
         with current(self._device):
-            return self._ahead.run(task, ahead, after)
+            return self._lookahead.run(task, ahead, after)
 
     def infer(self, tag: int, microbatches: int, inputs: dict[int, Any], targets: list[Any]) -> Report:
         """Run forwards in eval mode; the last stage reports the loss, or the outputs where there are no targets.
@@ -157,8 +155,8 @@ class StageWorker:
         inputs: for the first stage, those of this replica, by micro-batch.
         """
         schedule = forward_on(self._config.placement, microbatches)
-        self._ahead.discard()  # its messages are in the way of these
-        operation = self._intake.of(tag, EVALUATION, aligned(inputs), aligned(targets))
+        self._lookahead.discard()  # its messages are in the way of these
+        operation = self._microbatch_source.of(tag, EVALUATION, aligned(inputs), aligned(targets))
         with torch.no_grad(), current(self._device), eval_mode(self._inner), self._writes.undone(tag):
             self._execution.run(self._part_of(schedule), operation, self._execution.inference)
         return operation.report
@@ -171,15 +169,15 @@ class StageWorker:
         Raises:
             Exception: the optimizer's or scheduler's own; other stages may have done the step.
         """
-        self._past.changes()
-        self._ahead.discard()  # a step that is left out, perhaps the one of which some forwards are done
+        self._restart_check.note_change()
+        self._lookahead.discard()  # a step that is left out, perhaps the one of which some forwards are done
         with noting(f"in {self._name}, update of stages {', '.join(map(str, self._stages))}, step {step}"):
             self.training.step(step, total_norm, self._config.clip_grad_norm, skip=skip)
         self._writes.forget()
 
     def confirm_end(self, step: int) -> None:
         """The feeder has told the first stage that there is no such step; see BatchSource."""
-        self._intake.confirm_end(step)
+        self._microbatch_source.confirm_end(step)
 
     def apply_to_modules(self, change: Change, step: int) -> Any:
         """Call a user's function with this worker's modules; returns what it returns.
@@ -187,8 +185,8 @@ class StageWorker:
         Raises:
             Exception: the function's own; `has_changed_tensors` says whether it has changed any before.
         """
-        self._past.changes()
-        self._ahead.discard()
+        self._restart_check.note_change()
+        self._lookahead.discard()
         self._versions_before = self._tensor_versions()
         first = min((stage.first_layer for stage in self._stages.values()), default=0)
         with current(self._device), step_rng(self._config.seed, first, step, change_place(first)):
@@ -240,17 +238,17 @@ class StageWorker:
         self._reduction.discard()
         for stage in self._stages.values():
             stage.discard()
-        self._ahead.discard()
+        self._lookahead.discard()
 
     def abort(self, tag: int, reason: str) -> None:
         """Make operation `tag` fail wherever it waits; called while it runs."""
         self._links.abort(tag, reason)
         self._reduction.abort(tag, reason)
-        self._ahead.abort(tag, reason)
+        self._lookahead.abort(tag, reason)
 
     def start_metering(self) -> None:
         """Count what the next steps hold in memory; they take longer."""
-        self._ahead.discard()  # of forwards that were done ahead nobody has counted anything
+        self._lookahead.discard()  # of forwards that were done ahead nobody has counted anything
         self._metering.start()
 
     def stop_metering(self) -> StageMemory:
@@ -259,8 +257,8 @@ class StageWorker:
 
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's part of the model."""
-        self._past.check()
-        with self._ahead.between_steps():
+        self._restart_check.check_joined()
+        with self._lookahead.between_steps():
             return dict(to_host(self._own_state(), self._device))
 
     def names(self) -> list[str]:
@@ -277,8 +275,8 @@ class StageWorker:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this worker's part of a whole model's; optimizer state stays."""
-        self._past.changes()
-        self._ahead.forget_versions()
+        self._restart_check.note_change()
+        self._lookahead.forget_versions()
         for stage in self._stages.values():
             stage.load_state_dict(state)
         self._writes.note_loaded()
@@ -322,10 +320,12 @@ class StageWorker:
         assert saved is not None, "adopt comes after read"
         self._take(saved)
 
-    def _run(self, task: Task, scale: float | None, actions: AbstractContextManager[Mapping[str, Run]]) -> Operation:
+    def _run(
+        self, task: StepTask, scale: float | None, actions: AbstractContextManager[Mapping[str, RunAction]]
+    ) -> Operation:
         """The forwards and backwards of a step."""
         schedule = self._config.schedule_for(task.microbatches)
-        operation = self._intake.operation(task, scale)
+        operation = self._microbatch_source.operation(task, scale)
         self._writes.begin(task.tag, trains=True)
         with current(self._device), actions as doing:
             self._execution.run(self._part_of(schedule), operation, doing)
@@ -336,17 +336,17 @@ class StageWorker:
         return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
 
     def _take(self, saved: Saved) -> None:
-        self._intake.forget_ahead()
+        self._microbatch_source.drop_prefetched()
         self.load_state_dict(with_formats(saved.weights, saved.formats))
         self.training.restore(saved)
         self._loss.restore(saved.loss)
         self._settings.restore(saved.settings or {})
-        self._ahead.restore(saved.versions)
+        self._lookahead.restore(saved.versions)
 
     def _share(self) -> Saved:
         """On the host: who guards this worker may see no GPU, and this one's may have no room for copies."""
         self._writes.check()
-        share = self.training.share(self.state_dict(), self.formats(), self._loss.state(), self._ahead.versions())
+        share = self.training.share(self.state_dict(), self.formats(), self._loss.state(), self._lookahead.versions())
         return Saved(*to_host(share, self._device))._replace(settings=self._settings.changed())
 
     def _connect(self, neighbours: Neighbours) -> None:
@@ -358,13 +358,13 @@ class StageWorker:
         self._execution = Execution(
             config, self._stages, self._links, self._side, self._name, self._device, self._loss.call
         )
-        self._ahead = self._async_worker() if config.is_asynchronous else Ahead()
+        self._lookahead = self._async_worker() if config.is_asynchronous else Lookahead()
 
     def _async_worker(self) -> AsyncWorker:
         share = self._replica, self._config.replicas[self._worker]
-        parts = self._execution, self.training, self._reduction, self._intake
+        parts = self._execution, self.training, self._reduction, self._microbatch_source
         stage = self._stages[self._worker]
-        guard = Guard(stage, self.training, self._search, self._config) if self._config.on_nan == "stop" else None
+        guard = UpdateGuard(stage, self.training, self._search, self._config) if self._config.on_nan == "stop" else None
         return AsyncWorker(self._name, stage, self._config.timings, share, *parts, self._metering, guard)
 
     def _part_of(self, schedule: Schedule) -> tuple[Action, ...]:

@@ -14,7 +14,7 @@ import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.pipeline.worker.learning_rate import LearningRate
-from lp_pipe.pipeline.worker.past import Past
+from lp_pipe.pipeline.worker.restart_check import RestartCheck
 from lp_pipe.pipeline.worker.training import Training
 from tests.pipeline.delayed_gradients import DelayedLoop, buffered, stashed
 from tests.pipeline.plain_loop import (
@@ -384,7 +384,7 @@ def test_a_scheduler_that_fails_leaves_nothing_to_go_on_with_but_a_checkpoint(tm
 
 def test_a_worker_that_was_started_again_has_no_rate_to_tell_and_none_to_change() -> None:
     """No channel is used, from which the others would learn of its death."""
-    successor = LearningRate(Training([], adam, None), Past("stages/1"))
+    successor = LearningRate(Training([], adam, None), RestartCheck("stages/1"))
     with pytest.raises(lp.Unavailable, match="stages/1 was started again"):
         successor.learning_rates()
     with pytest.raises(lp.Unavailable, match="stages/1 was started again"):

@@ -17,7 +17,7 @@ from lp_pipe.pipeline.conductor.stragglers import Stragglers
 from lp_pipe.pipeline.config import Ranks
 from lp_pipe.pipeline.layers.model_names import layer_names
 from lp_pipe.pipeline.worker.execution import Report
-from lp_pipe.pipeline.worker.whereabouts import Whereabouts
+from lp_pipe.pipeline.worker.worker_info import WorkerInfo
 from tests.pipeline.plain_loop import D, random_batches, sgd, squared_error
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -73,10 +73,10 @@ class Workers:
     is_one_dead = False
     host = "h1"
 
-    def all(self, method: str) -> list[Whereabouts]:
+    def all(self, method: str) -> list[WorkerInfo]:
         if self.is_one_dead:
             raise lp.Unavailable("stages/1 has died")
-        return [Whereabouts("stages/0", "h0", (0,)), Whereabouts("stages/1", self.host, (1,))]
+        return [WorkerInfo("stages/0", "h0", (0,)), WorkerInfo("stages/1", self.host, (1,))]
 
 
 @pytest.fixture

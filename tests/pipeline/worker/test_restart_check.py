@@ -3,28 +3,28 @@
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.pipeline.worker.past import Past
+from lp_pipe.pipeline.worker.restart_check import RestartCheck
 
 
 def test_a_worker_that_was_started_again_keeps_its_initial_weights_to_itself() -> None:
     # A stage that was killed between a step and its save, and was back in time, had the initial weights saved.
-    successor = Past("stages/1")
+    successor = RestartCheck("stages/1")
     with pytest.raises(lp.Unavailable, match="stages/1 was started again, with the initial weights"):
-        successor.check()
-    successor.join_again()
-    successor.check()
+        successor.check_joined()
+    successor.rejoin()
+    successor.check_joined()
 
 
 def test_a_conductor_that_was_started_again_finds_workers_that_knew_another() -> None:
-    worker = Past("stages/1")
+    worker = RestartCheck("stages/1")
     worker.join()
     with pytest.raises(lp.Unavailable, match="the first worker was started again"):
         worker.join()
 
 
 def test_what_nobody_has_trained_is_as_built() -> None:
-    worker = Past("stages/1")
+    worker = RestartCheck("stages/1")
     worker.join()
     assert worker.is_as_built()
-    worker.changes()
+    worker.note_change()
     assert not worker.is_as_built()

@@ -3,7 +3,7 @@
 from lp_pipe.errors import Unavailable
 
 
-class Past:
+class RestartCheck:
     """`join` and `is_as_built` are also the worker's methods, for its conductor.
 
     Without it a worker that dies between two operations, and is back before the next one, would take part in that with
@@ -25,11 +25,11 @@ class Past:
             raise Unavailable(f"{self._name}: the first worker was started again: recover(), then load()")
         self._is_joined = True
 
-    def join_again(self) -> None:
+    def rejoin(self) -> None:
         """From now on with workers that were started again."""
         self._is_joined = True
 
-    def changes(self) -> None:
+    def note_change(self) -> None:
         """Weights, buffers or the optimizer's state are about to."""
         self._has_changed = True
 
@@ -37,7 +37,7 @@ class Past:
         """Whether nothing has been trained or loaded."""
         return not self._has_changed
 
-    def check(self) -> None:
+    def check_joined(self) -> None:
         """Before the weights go anywhere.
 
         Raises:

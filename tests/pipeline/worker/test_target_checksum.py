@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
 from lp_pipe.errors import PipelineError
-from lp_pipe.pipeline.worker.batches import BatchSource
-from lp_pipe.pipeline.worker.same_target import glance
+from lp_pipe.pipeline.worker.batch_source import BatchSource, target_checksum
 from tests.pipeline.plain_loop import launched
 
 WITHIN_S = 60.0
@@ -78,17 +77,17 @@ def test_inputs_that_are_augmented_at_random_are_not_refused() -> None:
     ],
     ids=["long", "bf16", "bool", "conj", "strided", "expanded", "nan", "empty", "nested", "sparse", "none"],
 )
-def test_equal_targets_have_the_same_glance(target: Any) -> None:
+def test_equal_targets_have_the_same_checksum(target: Any) -> None:
     again = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, target)
-    assert glance(target) == glance(again)
+    assert target_checksum(target) == target_checksum(again)
 
 
 def test_one_other_label_of_a_small_target_is_seen() -> None:
     labels = torch.arange(60)
     other = labels.clone()
     other[41] = 0
-    assert glance(labels) != glance(other)
-    assert glance(labels) != glance(labels.reshape(30, 2))
+    assert target_checksum(labels) != target_checksum(other)
+    assert target_checksum(labels) != target_checksum(labels.reshape(30, 2))
 
 
 class EndsWithAnError:

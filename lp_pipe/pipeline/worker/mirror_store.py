@@ -21,7 +21,7 @@ class Mirror(NamedTuple):
     share: Saved
 
 
-class Mirrors:
+class MirrorStore:
     """Of one worker. Its public methods are also the worker's, for the conductor and for the worker that it guards.
 
     share: what a checkpoint would hold now, not copied. adopt: go on from such a share.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.worker.batches import BatchSource
+from lp_pipe.pipeline.worker.batch_source import BatchSource
 from lp_pipe.rpc import Server
 from tests.waiting import until
 
@@ -70,7 +70,7 @@ def test_a_batch_that_was_asked_for_while_the_feeder_was_down_is_not_drawn_after
     until(lambda: first.asked == [0, 1])
     server.close(5.0)
     assert source.get(1) == (1, 1)  # which asks for the one behind it
-    source.forget_ahead()
+    source.drop_prefetched()
 
     server = Server(restored := Counting(), endpoint)
     assert source.get(5) == (5, 5)

@@ -1,11 +1,17 @@
 """Batches from the feeder, asked for one step ahead."""
 
+import zlib
 from concurrent.futures import Future
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lp_pipe.errors import PipelineError, noting
 from lp_pipe.pipeline.layers.microbatches import check_pair
+from lp_pipe.private_torch import pytree
 from lp_pipe.rpc.futures import read_by
+from lp_pipe.training.tensor_archive import elements_of
 
 
 class BatchSource:
@@ -13,7 +19,7 @@ class BatchSource:
 
     def __init__(self, feeder: Any) -> None:
         self._feeder = feeder
-        self._ahead: tuple[int, Future[Any]] | None = None
+        self._prefetched: tuple[int, Future[Any]] | None = None
 
     def get(self, step: int) -> tuple[Any, Any] | None:
         """The batch of a step, or None at the end of the data.
@@ -23,17 +29,17 @@ class BatchSource:
         """
         if self._feeder is None:
             raise PipelineError("step() without a batch needs a feeder: add_pipeline(..., inputs=feeder_handle)")
-        if self._ahead and self._ahead[0] == step:
-            (_, future), self._ahead = self._ahead, None
+        if self._prefetched and self._prefetched[0] == step:
+            (_, future), self._prefetched = self._prefetched, None
         else:
-            self.forget_ahead()
+            self.drop_prefetched()
             future = self._feeder.futures.batch(step)
         with noting(f"in the feeder's batch({step})"):
             batch = future.result()
         if batch is None:
             return None
         pair = check_pair(batch, f"the pipeline, from the feeder's batch({step}),")
-        self._ahead = (step + 1, read_by("thread", self._feeder).batch(step + 1))
+        self._prefetched = (step + 1, read_by("thread", self._feeder).batch(step + 1))
         return pair
 
     def confirm_end(self, step: int) -> None:
@@ -42,9 +48,9 @@ class BatchSource:
         Raises:
             PipelineError: it was a batch. Or whatever the feeder has raised.
         """
-        if self._ahead is None or self._ahead[0] != step:
+        if self._prefetched is None or self._prefetched[0] != step:
             return
-        (_, future), self._ahead = self._ahead, None
+        (_, future), self._prefetched = self._prefetched, None
         with noting(f"in the feeder's batch({step}), which has said None to the first stage"):
             batch = future.result()
         if batch is not None:
@@ -53,12 +59,35 @@ class BatchSource:
                 "pure function of the step"
             )
 
-    def forget_ahead(self) -> None:
+    def drop_prefetched(self) -> None:
         """Forget the next batch: the pipeline goes on from somewhere else, perhaps because the feeder has died.
 
         A call that still waits for the feeder to be up is never sent. A feeder with a state has gone back by then, and
         would draw a batch that nothing uses.
         """
-        if self._ahead is not None:
-            self._ahead[1].cancel()
-            self._ahead = None
+        if self._prefetched is not None:
+            self._prefetched[1].cancel()
+            self._prefetched = None
+
+
+_NUMBERS = 64  # of each tensor: a step has time for that, whatever a target's size
+
+
+def target_checksum(target: Any) -> int:
+    """A checksum of the shapes and of some numbers; equal for equal targets.
+
+    Of the target, not of the input: samples that are drawn twice from `next(iterator)` have others, while inputs that
+    are augmented at random, each time anew, still belong to it.
+    """
+    found = 0
+    for leaf in pytree.tree_leaves(target):
+        if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided:
+            found = zlib.crc32(_some_numbers(leaf.detach()), zlib.crc32(repr(tuple(leaf.shape)).encode(), found))
+    return found
+
+
+def _some_numbers(tensor: Tensor) -> memoryview:
+    flat = tensor.reshape(-1)
+    # An odd distance, or of images it would look at one column.
+    some = flat[:: len(flat) // _NUMBERS | 1]
+    return elements_of(some.resolve_conj().resolve_neg().contiguous())

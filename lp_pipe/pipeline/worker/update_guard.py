@@ -18,18 +18,18 @@ from lp_pipe.pipeline.layers.microbatches import apart
 from lp_pipe.pipeline.layers.skips import call
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
-from lp_pipe.pipeline.worker.execution import Operation, Run
-from lp_pipe.pipeline.worker.nonfinite import LOSS, Search, error_of, first
+from lp_pipe.pipeline.worker.execution import Operation, RunAction
+from lp_pipe.pipeline.worker.nonfinite import LOSS, NonFiniteSearch, error_of, first
 from lp_pipe.pipeline.worker.training import Training
 from lp_pipe.training.gradients import is_finite
 
 _AFTER = "earlier updates have been made: load() a checkpoint to go on"
 
 
-class Guard:
+class UpdateGuard:
     """Of one stage."""
 
-    def __init__(self, stage: Stage, training: Training, search: Search, config: PipelineConfig) -> None:
+    def __init__(self, stage: Stage, training: Training, search: NonFiniteSearch, config: PipelineConfig) -> None:
         self._stage = stage
         self._training = training
         self._search = search
@@ -37,7 +37,7 @@ class Guard:
         self._input: Any = None
         stage.watch = self._layer
 
-    def around(self, doing: Mapping[str, Run]) -> Mapping[str, Run]:
+    def around(self, doing: Mapping[str, RunAction]) -> Mapping[str, RunAction]:
         """What to call for actions, instead of `doing`."""
         return {**doing, "F": partial(self._forward, doing["F"])} if self._is_last else doing
 
@@ -72,7 +72,7 @@ class Guard:
         where = first(found)
         raise error_of(place.step, f"step {place.step}: an output is not finite", where, _AFTER)
 
-    def _forward(self, run: Run, action: Action, operation: Operation) -> None:
+    def _forward(self, run: RunAction, action: Action, operation: Operation) -> None:
         run(action, operation)
         loss = operation.losses[action.microbatch][0]
         if not is_finite(loss):

@@ -10,7 +10,7 @@ from torch import nn
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.saving.contents import Manifest
-from lp_pipe.pipeline.worker.mirrors import Mirror, Mirrors
+from lp_pipe.pipeline.worker.mirror_store import Mirror, MirrorStore
 from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.telemetry import waits
 from tests.pipeline.plain_loop import (
@@ -111,16 +111,16 @@ def test_a_single_worker_has_no_neighbour() -> None:
 
 def test_a_mirror_that_was_on_its_way_does_not_come_after_going_back(monkeypatch: pytest.MonkeyPatch) -> None:
     # Step 2 comes again, and may be left out this time: a late copy of the first one's state would be taken for it.
-    keep, may_come = Mirrors.keep_mirror, threading.Event()
+    keep, may_come = MirrorStore.keep_mirror, threading.Event()
     arrived: list[int] = []
 
-    def keep_slowly(mirrors: Mirrors, rank: int, mirror: Mirror) -> None:
+    def keep_slowly(mirrors: MirrorStore, rank: int, mirror: Mirror) -> None:
         if rank != mirrors._rank and mirror.manifest.step == 2:
             assert may_come.wait(30.0)
             arrived.append(rank)
         keep(mirrors, rank, mirror)
 
-    monkeypatch.setattr(Mirrors, "keep_mirror", keep_slowly)
+    monkeypatch.setattr(MirrorStore, "keep_mirror", keep_slowly)
     with launched("thread", model_with_everything(), BATCHES, stages=2, microbatches=4) as pipeline:
         for _ in range(2):
             pipeline.step()

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Whereabouts(NamedTuple):
+class WorkerInfo(NamedTuple):
     """Of a stage worker."""
 
     node: str

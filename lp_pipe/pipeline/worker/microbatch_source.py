@@ -9,10 +9,9 @@ from lp_pipe.errors import PipelineError, noting
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.batch_dims import marked, unmarked
 from lp_pipe.pipeline.layers.microbatches import apart, loss_weights, split
-from lp_pipe.pipeline.worker.batches import BatchSource
+from lp_pipe.pipeline.worker.batch_source import BatchSource, target_checksum
 from lp_pipe.pipeline.worker.execution import Operation, Report
-from lp_pipe.pipeline.worker.same_target import glance
-from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Task, Wanted
+from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, StepTask, Wanted
 from lp_pipe.training.device import to_device
 
 
@@ -22,7 +21,7 @@ def _each(change: Callable[[Any], Any], inputs: list[Any] | Mapping[int, Any]) -
     return [change(value) for value in inputs]
 
 
-class Intake:
+class MicrobatchSource:
     """Of the worker `name` with these virtual stages; those that are neither first nor last need no batch."""
 
     def __init__(
@@ -33,10 +32,10 @@ class Intake:
         self._batches = BatchSource(feeder)
         self._name = name
         self._device = device
-        self.forget_ahead = self._batches.forget_ahead
+        self.drop_prefetched = self._batches.drop_prefetched
         self.confirm_end = self._batches.confirm_end
 
-    def operation(self, task: Task, scale: float | None = None) -> Operation:
+    def operation(self, task: StepTask, scale: float | None = None) -> Operation:
         """A step of training."""
         with noting(f"in {self._name}, before the first micro-batch of step {task.step}"):  # loss_weight is the user's
             inputs, targets = self._batch(task)
@@ -72,7 +71,7 @@ class Intake:
             weights += loss_weights(group, rule, what)
         operation.gradient_weights = weights
 
-    def _batch(self, task: Task) -> tuple[list[Any], list[Any]]:
+    def _batch(self, task: StepTask) -> tuple[list[Any], list[Any]]:
         """The micro-batches' inputs and targets, as far as this worker's stages need them."""
         given, target = task.given, task.target
         needs_input, needs_target = 0 in self._stages, self._config.last_stage in self._stages
@@ -97,14 +96,14 @@ class Intake:
                 )
         return inputs, targets
 
-    def _from_feeder(self, task: Task) -> tuple[Any, Any]:
+    def _from_feeder(self, task: StepTask) -> tuple[Any, Any]:
         batch = self._batches.get(task.step)
         if batch is None:
             raise PipelineError(
                 f"the feeder gave the first stage a batch for step {task.step}, and {self._name} None: "
                 "batch(step) must be a pure function of the step"
             )
-        if task.glance is not None and glance(batch[1]) != task.glance:
+        if task.target_checksum is not None and target_checksum(batch[1]) != task.target_checksum:
             raise PipelineError(
                 f"step {task.step}: the feeder's target was another one when {self._name} asked for it than when the "
                 "first stage did: both ask, so that batch(step) must be a pure function of the step: choose samples by "
