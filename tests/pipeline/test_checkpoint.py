@@ -22,6 +22,17 @@ from lp_pipe.errors import CheckpointError
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.layers.model import OptimizerFactory
 from lp_pipe.pipeline.layers.wrapper import unwrapped
+from lp_pipe.pipeline.protocol import (
+    AdoptCheckpoint,
+    Command,
+    GetState,
+    GetStateNames,
+    HoldShare,
+    PlanShare,
+    ReadCheckpoint,
+    RemoveShare,
+    WriteShare,
+)
 from lp_pipe.pipeline.worker.shares import Shares
 from tests.checkpoint import disks
 from tests.pipeline.plain_loop import (
@@ -602,10 +613,10 @@ def test_a_share_that_cannot_be_written_leaves_the_old_checkpoint_and_no_memory_
             super().__init__(*args)
             taken.append(self)
 
-        def write_share(self, *args: Any) -> Any:
+        def write(self, command: WriteShare) -> Any:
             if self._worker == 1 and fails:
                 raise OSError("No space left on device")
-            return super().write_share(*args)
+            return super().write(command)
 
     monkeypatch.setattr("lp_pipe.pipeline.worker.worker.Shares", Watched)
     with launched("thread", pp.Model([nn.Linear(1, 1), nn.Linear(1, 1)], squared_error, sgd), stages=2) as pipeline:
@@ -629,8 +640,8 @@ def test_saving_to_a_folder_again_before_it_is_written_leaves_the_newer_checkpoi
     is_writing, is_overtaken = threading.Event(), threading.Event()
 
     class Slow(Shares):
-        def write_share(self, folder: str, version: str, *args: Any) -> Any:
-            written = super().write_share(folder, version, *args)
+        def write(self, command: WriteShare) -> Any:
+            written = super().write(command)
             if self._worker == 1 and not is_writing.is_set():
                 is_writing.set()
                 is_overtaken.wait(0.5)  # the other one has to wait, so this is not to come
@@ -663,11 +674,11 @@ def test_a_folder_that_is_another_one_on_each_host_is_no_checkpoint(
         there.mkdir()
 
     class OnAnotherHost(Shares):
-        def write_share(self, folder: str, *args: Any) -> Any:
-            return super().write_share(str(there) if self._worker == 1 else folder, *args)
+        def write(self, command: WriteShare) -> Any:
+            return super().write(replace(command, folder=str(there)) if self._worker == 1 else command)
 
-        def remove_share(self, folder: str, *args: Any) -> None:
-            super().remove_share(str(there) if self._worker == 1 else folder, *args)
+        def remove(self, command: RemoveShare) -> None:
+            super().remove(replace(command, folder=str(there)) if self._worker == 1 else command)
 
     monkeypatch.setattr("lp_pipe.pipeline.worker.worker.Shares", OnAnotherHost)
     monkeypatch.setattr(host_visibility, "_APPEARS_WITHIN_S", 0.0)
@@ -700,16 +711,16 @@ def test_a_checkpoint_fetches_no_weights_from_the_workers(tmp_path: Path, monkey
     """The conductor asked for the whole model, at every save and load, to know the names."""
     asked = []
 
-    def some(workers: Workers, ranks: Any, method: str, *args: Any) -> list[Any]:
-        asked.append(method)
-        return workers.each(ranks, method, [args] * len(ranks))
+    def some(workers: Workers, ranks: Any, command: Command[Any]) -> list[Any]:
+        asked.append(type(command))
+        return workers.each(ranks, [command] * len(ranks))
 
     monkeypatch.setattr(Workers, "some", some)
     with launched("thread", pp.Model([nn.Linear(1, 1), nn.Linear(1, 1)], squared_error, sgd), stages=2) as pipeline:
         pipeline.save(tmp_path)
         pipeline.load(tmp_path)
-    assert {"hold_share", "plan_share", "names", "read", "adopt"} <= {*asked}
-    assert "state_dict" not in asked
+    assert {HoldShare, PlanShare, GetStateNames, ReadCheckpoint, AdoptCheckpoint} <= {*asked}
+    assert GetState not in asked
 
 
 def test_saving_again_leaves_one_checkpoint_in_the_folder(tmp_path: Path) -> None:

@@ -9,15 +9,15 @@ from lp_pipe.errors import EndOfData, PipelineError
 from lp_pipe.pipeline.conductor.steps import Steps
 from lp_pipe.pipeline.conductor.workers import Attempt, Workers, first_cause
 from lp_pipe.pipeline.config import PipelineConfig
+from lp_pipe.pipeline.protocol import NOTHING_MORE, Report, StepTask, TrainAsync, Wanted
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.pipeline.schedule.updates import may_overlap
-from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, StepTask, Wanted
 
 
 class _Begun(NamedTuple):
     task: StepTask
-    attempt: Attempt
+    attempt: Attempt[Report]
     began: float
 
 
@@ -122,18 +122,18 @@ class AsynchronousSteps(Steps):
             self._config.timings, self._config.replicas, task.microbatches, promised.microbatches
         )
 
-        def run(worker: Any, rank: int) -> Any:
+        def command_for(rank: int) -> TrainAsync:
             following = self._task(rank, promised, from_feeder=True) if promised is not None and overlaps else None
-            return worker.train_ahead(self._task(rank, task, from_feeder=from_feeder), following, after)
+            return TrainAsync(self._task(rank, task, from_feeder=from_feeder), following, after)
 
         # Who waits in the forwards of the step ahead must be freed as well, which may never begin by itself.
         last = promised.tag if promised is not None and overlaps else task.tag
-        self._begun.append(_Begun(task, self._workers.begin(last, run), time.monotonic()))
+        self._begun.append(_Begun(task, self._workers.begin(last, command_for), time.monotonic()))
 
     def _end(self) -> tuple[StepResult, StepTrace]:
         task, attempt, began = self._begun.popleft()
         try:
-            reports = attempt.reports()
+            reports = attempt.replies()
         except BaseException as error:  # layers may end in SystemExit, too
             self._fail(task.step, error)
         began, self._ended = max(began, self._ended), attempt.ended()  # not now: the caller may have done other things

@@ -22,17 +22,33 @@ from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.batch_dims import marked
 from lp_pipe.pipeline.layers.microbatches import apart, loss_weights, total_weight
-from lp_pipe.pipeline.loss_metrics import scaled
+from lp_pipe.pipeline.protocol import (
+    Change,
+    ChangeModules,
+    GetMirror,
+    GetSettings,
+    Infer,
+    IsAsBuilt,
+    Join,
+    KeepMirror,
+    LoadState,
+    Mirror,
+    Ping,
+    Reconnect,
+    Report,
+    RestoreSettings,
+    StartMetering,
+    StopMetering,
+    Wanted,
+)
 from lp_pipe.pipeline.results import EvalResult, StageMemory, StepResult, StepTrace, Straggler
 from lp_pipe.pipeline.saving import safetensors_file
 from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
-from lp_pipe.pipeline.worker.execution import Report
-from lp_pipe.pipeline.worker.mirror_store import Mirror
-from lp_pipe.pipeline.worker.module_settings import Change
-from lp_pipe.pipeline.worker.tasks import Wanted
 from lp_pipe.pipeline.worker.worker import StageWorker
+from lp_pipe.rpc import CourierClient
 from lp_pipe.rpc.daemon_pool import DaemonPool
+from lp_pipe.training.gradients import scaled
 
 T = TypeVar("T")
 
@@ -46,7 +62,7 @@ class Conductor:
         worker: WorkerConfig,
         channels: Address,
         neighbours: Mapping[int, ChannelTarget],
-        peers: Sequence[Any],
+        peers: Sequence[CourierClient],
         feeder: Any = None,
     ) -> None:
         self._workers = Workers(StageWorker(pipeline, worker, channels, neighbours, feeder), peers)
@@ -63,7 +79,7 @@ class Conductor:
         context().exit_stack.callback(self._queue.close)
         # Who has a client finds all layers built: in thread mode they draw from the generator that a script may use.
         with contextlib.suppress(Unavailable):  # of a worker that has failed already the first operation will tell
-            self._workers.all("is_up")
+            self._workers.all(Ping())
 
     def step(
         self, batch: tuple[Any, Any] | None = None, more: int = 0, outputs: bool = False, input_grad: bool = False
@@ -168,7 +184,7 @@ class Conductor:
         """Go on from a checkpoint folder, whatever number of stages wrote it."""
         self._in_turn(lambda: self._load(Path(path), strict=strict), may_be_inconsistent=True)
 
-    def mirror(self, me: Any) -> int:
+    def mirror(self, me: CourierClient) -> int:
         """Let each worker copy its state, for itself and its guard; returns the step. me: a client of this conductor.
 
         Raises:
@@ -180,19 +196,19 @@ class Conductor:
     # Coroutines, so that a worker is answered also when every thread here waits for an operation: one of them may be
     # that which waits for the worker.
 
-    async def keep_mirror(self, rank: int, mirror: Mirror) -> None:
+    async def keep_mirror(self, command: KeepMirror) -> None:
         """Hold the state of the last worker."""
-        self._workers.own.keep_mirror(rank, mirror)
+        self._workers.own.do(command)
 
-    async def mirror_of(self, rank: int, step: int) -> Mirror:
-        """Give it back."""
-        return self._workers.own.mirror_of(rank, step)
+    async def get_mirror(self, command: GetMirror) -> Mirror:
+        """Return a state of the last worker."""
+        return self._workers.own.do(command)
 
     def mirrored_steps(self) -> list[int]:
         """To which all workers could go back."""
         return self._in_turn(self._mirrors.steps, may_be_inconsistent=True)
 
-    def go_back(self, step: int, me: Any) -> None:
+    def go_back(self, step: int, me: CourierClient) -> None:
         """Go on from a mirrored step; see PipelineClient."""
         self._in_turn(lambda: self._mirrors.go_back(step, me), may_be_inconsistent=True)
 
@@ -253,7 +269,7 @@ class Conductor:
     def _join(self) -> None:
         """Once: a worker that dies is found out later by not having been asked, also between two operations."""
         if not self._are_joined:
-            self._workers.all("join")
+            self._workers.all(Join())
             self._are_joined = True
 
     def _scheduler_step(self, metric: float) -> None:
@@ -263,12 +279,12 @@ class Conductor:
 
     def _apply(self, change: Change) -> list[Any]:
         self._steps.drop_lookahead()
-        settings = self._workers.all("settings")
+        settings = self._workers.all(GetSettings())
         try:
-            results = self._workers.all("apply_to_modules", change, self._steps.done)
+            results = self._workers.all(ChangeModules(change, self._steps.done))
         except BaseException as error:  # the function may end in SystemExit, too
             with self._steps.inconsistent_on_failure("apply() has failed after it may have changed some of them"):
-                undone = self._workers.each(range(len(settings)), "undo_settings", [(one,) for one in settings])
+                undone = self._workers.each(range(len(settings)), [RestoreSettings(one) for one in settings])
             if any(undone):
                 self._steps.mark_inconsistent("apply() has failed after it had changed tensors of some of them", error)
             raise
@@ -279,7 +295,7 @@ class Conductor:
         whole = self._model.checked(state)
         self._mirrors.forget()
         with self._steps.inconsistent_on_failure("load_state_dict() has failed after it may have changed some of them"):
-            self._workers.all("load_state_dict", whole)
+            self._workers.all(LoadState(whole))
         self._steps.drop_lookahead()
 
     def _load(self, path: Path, *, strict: bool) -> None:
@@ -290,22 +306,22 @@ class Conductor:
         self._steps.go_to(found)
 
     def _recover(self) -> None:
-        self._workers.all("is_up")  # waits for those that are on their way
-        self._workers.all("reconnect", f", {time.time_ns()}")
+        self._workers.all(Ping())  # waits for those that are on their way
+        self._workers.all(Reconnect(f", {time.time_ns()}"))
         self._are_joined = True
         self._mirrors.guard_anew()
         self._steps.stragglers.begin_again()
         self._steps.go_to(Manifest(0, self._config.seed))
-        if not all(self._workers.all("is_as_built")):
+        if not all(self._workers.all(IsAsBuilt())):
             self._steps.mark_inconsistent("a worker was restarted with the initial weights")
 
     def _profile_memory(self, steps: int, batch: tuple[Any, Any] | None) -> list[StageMemory]:
         self._steps.drop_lookahead()
-        self._workers.all("start_metering")
+        self._workers.all(StartMetering())
         try:
             self._steps.go_on(steps, batch)
         finally:
-            found: list[StageMemory] = self._workers.all("stop_metering")
+            found = self._workers.all(StopMetering())
         return found
 
     def _evaluate(self, batches: Sequence[tuple[Any, Any]]) -> WindowMeans:
@@ -323,7 +339,7 @@ class Conductor:
         inputs, targets = own[: len(inputs)], own[len(inputs) :]
         ranks, worker_of_inputs = self._config.ranks, self._config.placement[0]
         reports = self._workers.run(
-            lambda worker, tag, rank: worker.infer(
+            lambda tag, rank: Infer(
                 tag,
                 len(inputs),
                 {j: x for j, x in enumerate(inputs) if ranks.for_microbatch(worker_of_inputs, j) == rank},

@@ -1,11 +1,12 @@
 """The last states of all workers in memory: who guards whose, and to which steps all of them can go back."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.conductor.steps import Steps
 from lp_pipe.pipeline.conductor.workers import Workers
+from lp_pipe.pipeline.protocol import ForgetMirrors, GoBack, ListMirrors, MakeMirror, SetGuard, SettleMirrors
+from lp_pipe.rpc import CourierClient
 
 
 class StageMirrors:
@@ -20,45 +21,47 @@ class StageMirrors:
         self._last: int | None = None  # the step of the last ones
         self._are_guarded = False
 
-    def make(self, me: Any) -> int:
+    def make(self, me: CourierClient) -> int:
         """Let each worker copy its state, for itself and its guard; returns the step."""
         self._guard(me)
         if self._last == self._steps.done:  # of two on their way to a guard, a death would leave some of each
             self.forget(self._steps.done)
         self._last = self._steps.done
-        self._workers.all("mirror", self._steps.manifest())
+        self._workers.all(MakeMirror(self._steps.manifest()))
         return self._steps.done
 
     def steps(self) -> list[int]:
         """To which all workers could go back."""
-        return common_steps(self._workers.all("mirrors_held"))
+        return common_steps(self._workers.all(ListMirrors()))
 
-    def go_back(self, step: int, me: Any) -> None:
+    def go_back(self, step: int, me: CourierClient) -> None:
         """Go on from the state after so many steps.
 
         Raises:
             PipelineError: it is none of `steps`; nothing has changed.
         """
         self._guard(me)
-        self._workers.all("settle_mirrors")
+        self._workers.all(SettleMirrors())
         _check_is_held(step, self.steps())
         with self._steps.inconsistent_on_failure(f"going back to step {step} has failed"):
-            found = self._workers.all("go_back", step)[0]
+            found = self._workers.all(GoBack(step))[0]
         self._last = step
         self._steps.go_to(found)
 
     def forget(self, first: int = 0) -> None:
         """From that step on: the state is, or is about to be, another one."""
-        self._workers.all("settle_mirrors")
-        self._workers.all("forget_mirrors", first)
+        self._workers.all(SettleMirrors())
+        self._workers.all(ForgetMirrors(first))
 
     def guard_anew(self) -> None:
         """A worker was restarted, and knows no guard."""
         self._are_guarded = False
 
-    def _guard(self, me: Any) -> None:
+    def _guard(self, me: CourierClient) -> None:
         if not self._are_guarded:
-            self._workers.all("guarded_by", self._workers.clients(me))
+            clients = self._workers.clients(me)
+            guards = [*clients[1:], clients[0]]
+            self._workers.each(range(len(guards)), [SetGuard(guard) for guard in guards])
             self._are_guarded = True
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from lp_pipe.context import log_metrics
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.conductor.workers import Workers
-from lp_pipe.pipeline.worker.execution import Report
+from lp_pipe.pipeline.protocol import Report
 from lp_pipe.pipeline.worker.nonfinite import described, error_of, first
 
 CHOICES = ("ignore", "stop", "skip")

@@ -21,12 +21,23 @@ from lp_pipe.pipeline.layers.batch_dims import marked
 from lp_pipe.pipeline.layers.batch_gradients import joined_gradients, joined_outputs, without_graph
 from lp_pipe.pipeline.layers.microbatches import aligned, apart, check_pair, count
 from lp_pipe.pipeline.loss_metrics import Totals, merged, results
+from lp_pipe.pipeline.protocol import (
+    NOTHING_MORE,
+    Apply,
+    Command,
+    ConfirmEnd,
+    GetUpdateProgress,
+    Report,
+    SearchNonFinite,
+    ShareTiedWeights,
+    StepTask,
+    Train,
+    UpdateProgress,
+    Wanted,
+)
 from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.pipeline.worker.batch_source import BatchSource, target_checksum
-from lp_pipe.pipeline.worker.execution import Report
-from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, StepTask, Wanted
-from lp_pipe.pipeline.worker.training import Update
 from lp_pipe.rpc.remote_error import headline
 from lp_pipe.training.gradients import LossScale, total_norm
 
@@ -139,7 +150,7 @@ class Steps(ABC):
         given = self._batches.get(step) if batch is None else batch
         if given is None:
             # One that has raised for another stage says None from then on where it is a generator: no end of the data.
-            self._workers.all("confirm_end", step)
+            self._workers.all(ConfirmEnd(step))
             raise EndOfData(f"the feeder has no batch for step {step}")
         value, target = check_pair(given, "step()")
         with noting(f"in the feeder's batch({step})" if batch is None else f"in the batch of step {step}"):
@@ -173,18 +184,18 @@ class Steps(ABC):
         """
         failure = None
         try:
-            self._workers.all("apply", self.done, total_norm, skip)
+            self._workers.all(Apply(self.done, total_norm, skip))
         except BaseException as error:  # an optimizer may end in SystemExit, too
-            updates = self._last_updates()
-            found = set(updates.values()) - {Update.NOTHING_TO_DO}
-            if found == {Update.WITHOUT_SCHEDULER}:
+            updates = self._update_progress()
+            found = set(updates.values()) - {UpdateProgress.NOTHING_TO_DO}
+            if found == {UpdateProgress.WITHOUT_SCHEDULER}:
                 add_note(
                     error,
                     f"after the update of step {self.done}, alike on all stages: the weights are those after this "
                     "step, and can be read and saved",
                 )
                 failure = error
-            elif updates and found <= {Update.NOT_BEGUN}:
+            elif updates and found <= {UpdateProgress.NOT_BEGUN}:
                 self._workers.discard()
                 raise
             else:
@@ -193,15 +204,15 @@ class Steps(ABC):
         self._workers.new_tag()  # the step stays: what is discarded from now on is another one's
         return failure
 
-    def _last_updates(self) -> dict[str, Update]:
+    def _update_progress(self) -> dict[str, UpdateProgress]:
         """Return what each worker has done of the update, by name; nothing if one has died or cannot be reached."""
         try:
-            return dict(self._workers.all("last_update"))
+            return dict(self._workers.all(GetUpdateProgress()))
         except Unavailable:
             return {}
 
     def _mark_failed_update(
-        self, step: int, error: BaseException, updates: Mapping[str, Update] = MappingProxyType({})
+        self, step: int, error: BaseException, updates: Mapping[str, UpdateProgress] = MappingProxyType({})
     ) -> None:
         self.mark_inconsistent(f"an update has failed after it had changed some of them: step {step}", error)
         self.inconsistency = "; ".join(
@@ -243,20 +254,19 @@ class SynchronousSteps(Steps):
         factor = scale.factor if scale is not None else None
         began = time.monotonic()
 
-        def run(method: str, task: StepTask) -> list[Report]:
-            return self._workers.run(
-                lambda worker, tag, rank: getattr(worker, method)(
-                    self._task(rank, task._replace(tag=tag), from_feeder=batch is None), factor
-                )
-            )
+        def run(kind: type[Train] | type[SearchNonFinite], task: StepTask) -> list[Report]:
+            def command_for(tag: int, rank: int) -> Command[Report]:
+                return kind(self._task(rank, task._replace(tag=tag), from_feeder=batch is None), factor)
 
-        reports = run("train", task)
+            return self._workers.run(command_for)
+
+        reports = run(Train, task)
         pipe_s = time.monotonic() - began
         overflowed = any(report.overflowed for report in reports)
         with self._leaving_nothing():
             loss, _ = summed([reports[rank] for rank in self._last])
             why = self._on_nan.why_skipped(
-                task.step, reports, loss, lambda: run("search", again), is_scaled=scale is not None
+                task.step, reports, loss, lambda: run(SearchNonFinite, again), is_scaled=scale is not None
             )
             norm = None if why else self._total_norm(reports)
         failure = self._apply(norm, overflowed or bool(why))
@@ -264,7 +274,7 @@ class SynchronousSteps(Steps):
             self.scale = scale.after(overflowed=overflowed)
         if self._config.shares_weights:
             with self.inconsistent_on_failure(f"step {task.step} has failed after the update, at the tied weights"):
-                self._workers.run(lambda worker, tag, _: worker.share_weights(tag))
+                self._workers.run(lambda tag, _: ShareTiedWeights(tag))
         self.done += 1
         if failure is not None:
             raise failure

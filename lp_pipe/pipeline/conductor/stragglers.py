@@ -9,9 +9,8 @@ from statistics import median
 from lp_pipe.context import log_metrics
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig, Ranks
+from lp_pipe.pipeline.protocol import GetInfo, Report
 from lp_pipe.pipeline.results import Straggler
-from lp_pipe.pipeline.worker.execution import Report
-from lp_pipe.pipeline.worker.worker_info import WorkerInfo
 
 _WARM_UP = 3  # steps that are always slow: memory is allocated, kernels are chosen
 _WINDOW = 15  # steps whose median counts, so that a few slow ones do not
@@ -140,7 +139,7 @@ class Stragglers:
             log_metrics({f"straggler/{found.node}": 1.0}, step)
         if not news:
             return
-        places: list[WorkerInfo] = self._workers.all("whereabouts")
+        places = self._workers.all(GetInfo())
         for slow in news:
             node, host, stages = places[slow.rank]
             worker, replica = self._places[slow.rank]

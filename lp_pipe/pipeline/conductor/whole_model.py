@@ -20,6 +20,19 @@ from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.model_names import formats_of, with_formats
 from lp_pipe.pipeline.layers.state_shapes import check_names, check_shapes
+from lp_pipe.pipeline.protocol import (
+    AdoptCheckpoint,
+    FindLoadable,
+    ForgetShare,
+    GetState,
+    GetStateFormats,
+    GetStateNames,
+    HoldShare,
+    PlanShare,
+    ReadCheckpoint,
+    RemoveShare,
+    WriteShare,
+)
 from lp_pipe.pipeline.saving import METADATA
 from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.rpc.remote_error import headline
@@ -53,12 +66,12 @@ class WholeModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """In the order of the layers: virtual stages of one worker may lie apart."""
-        return self._config.names.whole(self._workers.some(self._ranks, "state_dict"))
+        return self._config.names.whole(self._workers.some(self._ranks, GetState()))
 
     def copied_state(self) -> dict[str, Tensor]:
         """The next operation may change this worker's tensors before they have gone to the caller."""
         state = self.state_dict()
-        formats = [part.items() for part in self._workers.some(self._ranks, "formats")]
+        formats = [part.items() for part in self._workers.some(self._ranks, GetStateFormats())]
         copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
         return with_formats(copies, dict(itertools.chain.from_iterable(formats)))
 
@@ -79,7 +92,7 @@ class WholeModel:
         return with_formats({**state, **tied}, formats_of(state))
 
     def _taken(self, state: dict[str, Tensor]) -> set[str]:
-        return {name for names in self._workers.some(self._ranks, "taken", state) for name in names}
+        return {name for names in self._workers.some(self._ranks, FindLoadable(state)) for name in names}
 
     def fingerprint(self) -> str:
         """sha256 over all parameters and buffers."""
@@ -102,7 +115,7 @@ class WholeModel:
         """
         for version, copied_at in list(self._unwritten.items()):
             if time.monotonic() - copied_at > _COPY_PATIENCE_S and self._unwritten.pop(version, None) is not None:
-                self._workers.some(self._ranks, "forget_share", version)
+                self._workers.some(self._ranks, ForgetShare(version))
         copied = self._held(manifest, copy=True)
         self._unwritten[copied.version] = time.monotonic()
         return copied
@@ -122,7 +135,7 @@ class WholeModel:
         # New names: until the new metadata replaces the old one, the checkpoint that was there before stays whole.
         version = f"step-{manifest.step}-{secrets.token_hex(4)}"
         with self._or_forget(version):
-            self._workers.some(self._ranks, "hold_share", version, copy)
+            self._workers.some(self._ranks, HoldShare(version, copy))
         return Copy(version, manifest)
 
     def _write(self, path: Path, copy: "Copy") -> list[str]:
@@ -130,10 +143,10 @@ class WholeModel:
 
         _make_folder(path)
         tied = [[("model", name) for name in names] for names in self._config.names.tied]
-        whole = WholePlan(self._workers.some(self._ranks, "plan_share", copy.version, copy.manifest), tied)
-        arguments = [(str(path), copy.version, left_out) for left_out in whole.left_out]
+        whole = WholePlan(self._workers.some(self._ranks, PlanShare(copy.version, copy.manifest)), tied)
+        commands = [WriteShare(str(path), copy.version, left_out) for left_out in whole.left_out]
         try:
-            written = self._workers.each(self._ranks, "write_share", arguments)
+            written = self._workers.each(self._ranks, commands)
             for share in written:
                 if share.places:
                     check_is_here(path / share.file, share.writer)
@@ -147,7 +160,7 @@ class WholeModel:
         """What was written of one that has failed."""
         remove_shares(path, version)
         with contextlib.suppress(Exception):  # a worker that has died is the cause, or comes after it
-            self._workers.some(self._ranks, "remove_share", str(path), version)
+            self._workers.some(self._ranks, RemoveShare(str(path), version))
 
     @contextmanager
     def _or_forget(self, version: str) -> Iterator[None]:
@@ -155,7 +168,7 @@ class WholeModel:
             yield
         except BaseException:
             with contextlib.suppress(Exception):  # a worker that has died is the cause, or comes after it
-                self._workers.some(self._ranks, "forget_share", version)
+                self._workers.some(self._ranks, ForgetShare(version))
             raise
 
     def read(self, path: Path, *, strict: bool = True) -> Manifest:
@@ -171,7 +184,7 @@ class WholeModel:
 
         folder = SavedFolder(path)
         found = folder.manifest()
-        own = self._workers.some(self._ranks, "names")
+        own = self._workers.some(self._ranks, GetStateNames())
         known = {name for names in own for name in names}
         if strict:
             check_names(folder.names, known, f"{path} is a checkpoint", "; load(…, strict=False) takes what fits")
@@ -181,7 +194,7 @@ class WholeModel:
             seeds = (found.seed, self._config.seed)
             _log.warning("%s was trained with seed %d, this model has %d: dropout will differ", path, *seeds)
         kept: dict[str, list[str]] = {}
-        for of_worker in self._workers.all("read", str(path), strict):
+        for of_worker in self._workers.all(ReadCheckpoint(str(path), strict)):
             for reason, names in of_worker.items():
                 kept.setdefault(reason, []).extend(name for name in names if name not in kept[reason])
         for reason, names in kept.items():
@@ -190,7 +203,7 @@ class WholeModel:
 
     def adopt(self) -> None:
         """Take what was read."""
-        self._workers.all("adopt")
+        self._workers.all(AdoptCheckpoint())
 
 
 @contextmanager

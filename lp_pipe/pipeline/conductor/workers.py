@@ -6,15 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Generic
 
 from lp_pipe.context import context
 from lp_pipe.errors import NonFiniteError, Unavailable
-from lp_pipe.pipeline.worker.execution import Report
+from lp_pipe.pipeline.protocol import Abort, Command, Discard, Reply, WorkerClient
 from lp_pipe.pipeline.worker.worker import StageWorker
+from lp_pipe.rpc import CourierClient
 from lp_pipe.rpc.calls import add_quick_callback
 from lp_pipe.rpc.daemon_pool import DaemonPool
-from lp_pipe.rpc.futures import read_by
 from lp_pipe.rpc.remote_error import headline
 
 _MOST_SAID = 1000  # characters of a failure, to workers that only end because of it
@@ -23,109 +23,111 @@ _log = logging.getLogger(__name__)
 
 
 class Workers:
-    """By rank: `own`, which is this process's, then clients of the others."""
+    """All workers by rank: `own`, which is in this process, and clients of the others."""
 
-    def __init__(self, own: StageWorker, peers: Sequence[Any]) -> None:
+    def __init__(self, own: StageWorker, peers: Sequence[CourierClient]) -> None:
         self.own = own
-        self._peers = list(peers)
+        self._peers = [WorkerClient(peer) for peer in peers]
         self._tag = 0
         self._pool = DaemonPool(1, "steps ahead")
         self._watchers = DaemonPool(1, "failed operations")
         for pool in (self._pool, self._watchers):
             context().exit_stack.callback(pool.close)
 
-    def clients(self, own: Any) -> list[Any]:
-        """Of all workers, by rank. own: one of this process's worker."""
-        return [own, *self._peers]
+    def clients(self, own: CourierClient) -> list[WorkerClient]:
+        """Return clients of all workers, by rank. own: a client of this process's node."""
+        return [WorkerClient(own), *self._peers]
 
     def new_tag(self) -> int:
-        """The number of a new operation, higher than all before."""
+        """Return the number of a new operation, which is higher than all before."""
         self._tag += 1
         return self._tag
 
-    def some(self, ranks: Sequence[int], method: str, *args: Any) -> list[Any]:
-        """What a method of these workers returns; rank 0 is the first of them, and all work at the same time."""
-        return self.each(ranks, method, [args] * len(ranks))
+    def some(self, ranks: Sequence[int], command: Command[Reply]) -> list[Reply]:
+        """Give a command to these workers, all at the same time; returns their replies. Rank 0 is the first."""
+        return self.each(ranks, [command] * len(ranks))
 
-    def each(self, ranks: Sequence[int], method: str, args: Sequence[Sequence[Any]]) -> list[Any]:
-        """As `some`, with arguments for each."""
+    def each(self, ranks: Sequence[int], commands: "Sequence[Command[Reply]]") -> list[Reply]:
+        """Give each of these workers a command of its own, as `some` does."""
         assert ranks[0] == 0, f"rank 0 is not the first of {ranks}"
-        pairs = zip(ranks[1:], args[1:], strict=True)
-        futures = [getattr(read_by("caller", self._peers[rank - 1]), method)(*own) for rank, own in pairs]
+        pairs = zip(ranks[1:], commands[1:], strict=True)
+        futures = [self._peers[rank - 1].start(command, "caller") for rank, command in pairs]
         try:
-            results = [getattr(self.own, method)(*args[0])]
+            results = [self.own.do(commands[0])]
         finally:
             for future in futures:
                 future.exception()  # unlike concurrent.futures.wait this reads the reply, and at once
         return results + [future.result() for future in futures]
 
-    def all(self, method: str, *args: Any) -> list[Any]:
-        """What a method of every worker returns, when all of them have ended it."""
-        return self.some(range(len(self._peers) + 1), method, *args)
+    def all(self, command: Command[Reply]) -> list[Reply]:
+        """Give a command to every worker; returns their replies when all of them have done it."""
+        return self.some(range(len(self._peers) + 1), command)
 
-    def run(self, run: Callable[[Any, int, int], Any]) -> list[Report]:
+    def run(self, command_for: "Callable[[int, int], Command[Reply]]") -> list[Reply]:
         """Run one operation on every rank; when one fails, free the others from waiting for it.
+
+        command_for: of the operation's tag, and of the rank.
 
         Raises:
             Exception: the failure that came first; a worker that only lost its neighbour does not count as first.
         """
         tag = self.new_tag()
-        attempt = self._attempt(tag, self._start(lambda peer, rank: run(peer, tag, rank)))
+        attempt = self._attempt(tag, self._start(lambda rank: command_for(tag, rank)))
         try:
-            own = run(self.own, tag, 0)
+            own = self.own.do(command_for(tag, 0))
         except BaseException as error:  # kept as the reason of the whole operation, raised below
             attempt.fail(error)
         try:
-            others = attempt.reports()
+            others = attempt.replies()
         except BaseException:
             self.discard()
             raise
         return [own, *others]
 
-    def begin(self, tag: int, run: Callable[[Any, int], Any]) -> "Attempt":
+    def begin(self, tag: int, command_for: "Callable[[int], Command[Reply]]") -> "Attempt[Reply]":
         """Begin an operation on every rank, perhaps before another has ended; after a failure call `discard`.
 
-        tag: the highest of what it waits for.
+        tag: the highest of those that the operation waits for. command_for: of the rank.
         """
-        peers = self._start(run)
-        own: Future[Report] = self._pool.start(lambda: run(self.own, 0))
+        peers = self._start(command_for)
+        own = self._pool.start(lambda: self.own.do(command_for(0)))
         return self._attempt(tag, [own, *peers])
 
     def discard(self) -> None:
-        """Let all workers forget what the last operation, a failed one, has left, once none works on it any more."""
+        """Let all workers forget what the last operation, a failed one, has left, once no worker is at it any more."""
         with contextlib.suppress(Unavailable):  # a worker that has died is the cause, or comes after it
-            self.all("discard", self._tag)
+            self.all(Discard(self._tag))
 
-    def _start(self, run: Callable[[Any, int], Any]) -> "list[Future[Report]]":
-        """On the other ranks."""
-        return [_called(run, read_by("thread", peer), rank) for rank, peer in enumerate(self._peers, start=1)]
+    def _start(self, command_for: "Callable[[int], Command[Reply]]") -> "list[Future[Reply]]":
+        return [_started(peer, command_for, rank) for rank, peer in enumerate(self._peers, start=1)]
 
-    def _attempt(self, tag: int, futures: "Sequence[Future[Report]]") -> "Attempt":
+    def _attempt(self, tag: int, futures: "Sequence[Future[Reply]]") -> "Attempt[Reply]":
         def abort(reason: str) -> None:
-            self.own.abort(tag, reason)
+            command = Abort(tag, reason)
+            self.own.do(command)
             for peer in self._peers:
-                read_by("thread", peer).abort(tag, reason)
+                peer.start(command, "thread")
 
         return Attempt(abort, futures, self._watchers)
 
 
-def _called(run: Callable[[Any, int], Any], peer: Any, rank: int) -> "Future[Report]":
-    """A call that cannot be made (its arguments do not pickle) has failed: those made before it must be freed."""
+def _started(peer: WorkerClient, command_for: "Callable[[int], Command[Reply]]", rank: int) -> "Future[Reply]":
+    """Send a command. One that cannot be sent (it does not pickle) has failed: the ranks before must be freed."""
     try:
-        future: Future[Report] = run(peer, rank)
+        future = peer.start(command_for(rank), "thread")
     except BaseException as error:
         future = Future()
         future.set_exception(error)
     return future
 
 
-class Attempt:
-    """An operation's reports, or its failures; the first one frees all workers.
+class Attempt(Generic[Reply]):
+    """The replies to an operation, or its failures, the first of which frees all workers.
 
     watchers: where failures are handled of which nobody has asked yet.
     """
 
-    def __init__(self, abort: Callable[[str], None], futures: "Sequence[Future[Report]]", watchers: DaemonPool) -> None:
+    def __init__(self, abort: Callable[[str], None], futures: "Sequence[Future[Reply]]", watchers: DaemonPool) -> None:
         self._abort = abort
         self._futures = futures
         self._watchers = watchers
@@ -136,20 +138,20 @@ class Attempt:
             add_quick_callback(future, self._notice)
 
     def ended(self) -> float:
-        """When the last report came, after `reports`, in time.monotonic() seconds: perhaps long before that."""
+        """When the last reply came, after `replies`, in time.monotonic() seconds: perhaps long before that."""
         now = time.monotonic()  # first, so that it is never after the end of the operation behind this one
         # A future wakes who waits for it before it calls `_notice`: then it is now.
         return max(self._ends) if len(self._ends) == len(self._futures) else now
 
     def failure(self) -> BaseException | None:
-        """What `reports` raises, if it does."""
+        """What `replies` raises, if it does."""
         try:
-            self.reports()
+            self.replies()
         except BaseException as error:
             return error
         return None
 
-    def reports(self) -> list[Report]:
+    def replies(self) -> list[Reply]:
         """Wait for all of them.
 
         Raises:
@@ -171,19 +173,19 @@ class Attempt:
         if is_first:
             self._abort(f"the operation failed on another stage: {headline(error)[:_MOST_SAID]}")
 
-    def _notice(self, future: "Future[Report]") -> None:
+    def _notice(self, future: "Future[Any]") -> None:
         """In the thread that has read the reply: others wait for it to read on."""
         self._ends.append(time.monotonic())
         if future.exception() is not None:
             self._watchers.submit(self._watch_aside, future)
 
-    def _watch_aside(self, future: "Future[Report]") -> None:
+    def _watch_aside(self, future: "Future[Any]") -> None:
         try:
             self._watch(future)
         except Exception:  # the thread is for further failures, too
             _log.exception("after a failure the other workers could not be freed from waiting")
 
-    def _watch(self, future: "Future[Report]") -> None:
+    def _watch(self, future: "Future[Any]") -> None:
         error = future.exception()
         if error is not None:
             self.fail(error)

@@ -1,6 +1,7 @@
 """A worker's steps of an asynchronous schedule: updates between backwards, and the next step's first forwards."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -10,13 +11,13 @@ from torch import Tensor
 from lp_pipe.errors import ChannelClosed, noting
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.compute.weight_versions import WeightVersions
+from lp_pipe.pipeline.protocol import Report, StepTask
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.updates import Timing, Turn, turns
-from lp_pipe.pipeline.worker.execution import Execution, Operation, Report
+from lp_pipe.pipeline.worker.execution import Execution, Operation
 from lp_pipe.pipeline.worker.metering import Metering
 from lp_pipe.pipeline.worker.microbatch_source import MicrobatchSource
 from lp_pipe.pipeline.worker.reduction import Reduction
-from lp_pipe.pipeline.worker.tasks import StepTask
 from lp_pipe.pipeline.worker.training import Training
 from lp_pipe.pipeline.worker.update_guard import UpdateGuard
 from lp_pipe.training.buffer_snapshot import BufferSnapshot
@@ -63,28 +64,54 @@ class StepOrder:
                 raise ChannelClosed("the step before has failed")
 
 
-class Lookahead:
-    """Of a synchronous schedule there is neither; of an asynchronous one see AsyncWorker."""
+class Lookahead(ABC):
+    """What a worker has beside its current step: forwards of the next step, and earlier weights."""
 
+    @abstractmethod
     def abort(self, tag: int, reason: str) -> None:
         """Let operations up to `tag` that have not begun fail."""
 
+    @abstractmethod
     def discard(self) -> None:
-        """Forget the next step's forwards: they will be done again."""
+        """Forget the next step's forwards, which will be done again."""
+
+    @abstractmethod
+    def forget_versions(self) -> None:
+        """Forget earlier weights: the current ones have come from elsewhere."""
+
+    @abstractmethod
+    def between_steps(self) -> AbstractContextManager[None]:
+        """Return a context in which buffers are as after the last whole step."""
+
+    @abstractmethod
+    def versions(self) -> list[dict[str, Any]]:
+        """Return what a checkpoint needs beside the newest weights to go on with the same bits: nothing, or one."""
+
+    @abstractmethod
+    def restore(self, versions: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the `versions` of the workers that wrote a checkpoint."""
+
+
+class NoLookahead(Lookahead):
+    """What a worker of a synchronous schedule has: nothing beside its current step."""
+
+    def abort(self, tag: int, reason: str) -> None:
+        pass
+
+    def discard(self) -> None:
+        pass
 
     def forget_versions(self) -> None:
-        """The weights have come from elsewhere."""
+        pass
 
     def between_steps(self) -> AbstractContextManager[None]:
-        """In the body buffers are as after the last whole step."""
         return nullcontext()
 
     def versions(self) -> list[dict[str, Any]]:
-        """What a checkpoint needs beside the newest weights, to go on as if nothing had happened; if anything, one."""
         return []
 
     def restore(self, versions: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the `versions` of the workers that wrote a checkpoint."""
+        pass
 
 
 class AsyncWorker(Lookahead):
@@ -127,8 +154,10 @@ class AsyncWorker(Lookahead):
         self._boundary: BufferSnapshot | None = None  # before these
         self._order = StepOrder()
 
-    def run(self, task: StepTask, ahead: StepTask | None, after: int) -> Report:
-        """One step. ahead: the next one, whose first forwards are done on the way. after: the tag of the one before.
+    def run(self, task: StepTask, following: StepTask | None, after: int) -> Report:
+        """Run one step.
+
+        following: the next one, whose first forwards are done on the way. after: the tag of the one before; 0: none.
 
         Raises:
             Exception: a layer's own, with a note that says where; the optimizer's.
@@ -137,7 +166,7 @@ class AsyncWorker(Lookahead):
         with self._order.step(task.tag, after):
             try:
                 with self._metering.around(self._training_actions) as self._doing:
-                    return self._run(task, ahead)
+                    return self._run(task, following)
             finally:
                 self._versions.use_own()
 
@@ -180,21 +209,21 @@ class AsyncWorker(Lookahead):
                 older.setdefault(newest - state["newest"] + version, {}).update(weights)
         self._versions.restore(newest, older)
 
-    def _run(self, task: StepTask, ahead: StepTask | None) -> Report:
+    def _run(self, task: StepTask, following: StepTask | None) -> Report:
         if self._next is None or self._next.tag != task.tag:
             self.discard()
             self._next = self._operation_of(task)
         operation, forwarded = self._next, self._forwarded
         first = self._versions.newest
         self._next, self._forwarded, self._boundary = None, 0, None
-        count = ahead.microbatches if ahead is not None else 0
+        count = following.microbatches if following is not None else 0
         where = f"in {self._name}, update of stages {self._stage.index}, step {task.step}"
         for turn in turns(self._timing, *self._share, task.microbatches, forwarded=forwarded, ahead=count):
             if turn.op == "U":
                 with noting(where):
                     self._update(task, first, turn)
             elif turn.ahead:
-                self._run_action(turn, self._operation_ahead(ahead, operation, task.microbatches), first)
+                self._run_action(turn, self._operation_ahead(following, operation, task.microbatches), first)
                 self._forwarded += 1
             else:
                 self._run_action(turn, operation, first)

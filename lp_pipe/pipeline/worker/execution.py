@@ -17,34 +17,17 @@ from lp_pipe.pipeline.layers.batch_dims import unmarked
 from lp_pipe.pipeline.layers.batch_gradients import detached_copy, gradients_of, with_gradient
 from lp_pipe.pipeline.layers.message import Message
 from lp_pipe.pipeline.layers.model import Loss
-from lp_pipe.pipeline.loss_metrics import Totals, add_metrics
-from lp_pipe.pipeline.results import NonFinite
+from lp_pipe.pipeline.loss_metrics import add_metrics
+from lp_pipe.pipeline.protocol import NOTHING_MORE, Report, Wanted
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.ir import WORDS
 from lp_pipe.pipeline.worker.copied_parameters import CopiedParameters
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.side_channels import SideChannels
-from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, Wanted
 from lp_pipe.telemetry import positions
 from lp_pipe.training.device import autocast, to_host
-from lp_pipe.training.gradients import GradientNorm, scaled
+from lp_pipe.training.gradients import scaled
 from lp_pipe.training.rng import step_rng
-
-
-@dataclass
-class Report:
-    """What a worker tells after its share of an operation. Times are time.monotonic() of its host."""
-
-    busy_s: float = 0.0
-    loss: float = 0.0
-    metrics: Totals = field(default_factory=dict)
-    gradient_norms: dict[str, GradientNorm] = field(default_factory=dict)  # by the names that users see
-    overflowed: bool = False  # a gradient is infinite or NaN, if anybody wants to know
-    nonfinite: list[NonFinite] = field(default_factory=list)  # in a step that was run again to find it
-    outputs: dict[int, Any] = field(default_factory=dict)  # by micro-batch
-    input_gradients: dict[int, Any] = field(default_factory=dict)  # by micro-batch, shaped as the input
-    spans: list[tuple[str, float, float]] = field(default_factory=list)
-    versions: list[tuple[str, int]] = field(default_factory=list)  # of the weights that actions of AsyncWorker used
 
 
 @dataclass

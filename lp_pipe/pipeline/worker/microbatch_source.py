@@ -9,9 +9,9 @@ from lp_pipe.errors import PipelineError, noting
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.batch_dims import marked, unmarked
 from lp_pipe.pipeline.layers.microbatches import apart, loss_weights, split
+from lp_pipe.pipeline.protocol import NOTHING_MORE, Report, StepTask, Wanted
 from lp_pipe.pipeline.worker.batch_source import BatchSource, target_checksum
-from lp_pipe.pipeline.worker.execution import Operation, Report
-from lp_pipe.pipeline.worker.tasks import NOTHING_MORE, StepTask, Wanted
+from lp_pipe.pipeline.worker.execution import Operation
 from lp_pipe.training.device import to_device
 
 

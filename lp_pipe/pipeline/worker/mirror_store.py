@@ -1,100 +1,111 @@
-"""A stage worker's last states in memory: its own, and those of the worker that it guards, which may die."""
+"""The last states of stage workers in memory: a worker's own, and those of the worker that it guards."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
 
 from lp_pipe.channels.packing import copied
 from lp_pipe.context import context
+from lp_pipe.pipeline.protocol import (
+    ForgetMirrors,
+    GetMirror,
+    GoBack,
+    Handlers,
+    KeepMirror,
+    ListMirrors,
+    MakeMirror,
+    Mirror,
+    SetGuard,
+    SettleMirrors,
+    WorkerClient,
+)
 from lp_pipe.pipeline.saving.contents import Manifest, Saved
 from lp_pipe.rpc.daemon_pool import DaemonPool
 from lp_pipe.training.share_file import check_dense
 
-_KEPT = 2  # while the newest is on its way to its guard, the one before is what all can go back to
-
-
-class Mirror(NamedTuple):
-    """share: what a checkpoint would hold of a worker."""
-
-    manifest: Manifest
-    share: Saved
+_KEPT = 2  # while the newest mirror is on its way to its guard, all workers can go back only to the one before
 
 
 class MirrorStore:
-    """Of one worker. Its public methods are also the worker's, for the conductor and for the worker that it guards.
+    """The mirrors that the worker `rank` holds.
 
-    share: what a checkpoint would hold now, not copied. adopt: go on from such a share.
+    snapshot: returns the worker's state, not copied. restore: makes the worker go on from such a state.
     """
 
-    def __init__(self, rank: int, share: Callable[[], Saved], adopt: Callable[[Saved], None]) -> None:
+    def __init__(self, rank: int, snapshot: Callable[[], Saved], restore: Callable[[Saved], None]) -> None:
         self._rank = rank
-        self._share = share
-        self._adopt = adopt
-        self._guard: Any = None
+        self._snapshot = snapshot
+        self._restore = restore
+        self._guard: WorkerClient | None = None
         self._held: dict[int, dict[int, Mirror]] = {}  # by rank, by step
         self._lock = threading.Lock()
         self._sent: Future[None] | None = None
         self._sending = DaemonPool(1, "mirrors")
         context().exit_stack.callback(self._sending.close)
 
-    def guarded_by(self, guards: Sequence[Any]) -> None:
-        """From now on the worker that comes after this one in rank (for the last: the first) keeps its mirrors.
+    def handlers(self) -> Handlers:
+        return dict(
+            [
+                SetGuard.by(self.set_guard),
+                MakeMirror.by(self.make),
+                SettleMirrors.by(self.settle),
+                KeepMirror.by(self.keep),
+                ListMirrors.by(self.list_held),
+                GetMirror.by(self.get),
+                GoBack.by(self.go_back),
+                ForgetMirrors.by(self.forget),
+            ]
+        )
 
-        guards: clients of all workers, by rank.
-        """
-        self._guard = guards[(self._rank + 1) % len(guards)]
+    def set_guard(self, command: SetGuard) -> None:
+        self._guard = command.guard
 
-    def mirror(self, manifest: Manifest) -> None:
-        """Copy this worker's state in memory; the copy goes to the guard while training goes on.
-
-        Waits until the one before has gone, so that no more than two are ever on their way.
-        """
-        self.settle_mirrors()
-        share = self._share()
+    def make(self, command: MakeMirror) -> None:
+        self._wait_until_sent()
+        guard = self._guard
+        assert guard is not None, "SetGuard comes before MakeMirror"
+        share = self._snapshot()
         for name, value in share.weights.items():
             check_dense(("model", name), value)
-        mirror = Mirror(manifest, copied(share))
-        self.keep_mirror(self._rank, mirror)
-        self._sent = self._sending.start(lambda: self._guard.keep_mirror(self._rank, mirror))
+        keep = KeepMirror(self._rank, Mirror(command.manifest, copied(share)))
+        self.keep(keep)
+        self._sent = self._sending.start(lambda: guard.do(keep))
 
-    def settle_mirrors(self) -> None:
-        """Wait until the guard has what is on its way to it; else that could come after it was told to forget it."""
-        if self._sent is not None:
-            self._sent.exception()  # a guard that has died misses it; the conductor asks who has what
+    def settle(self, _: SettleMirrors) -> None:
+        self._wait_until_sent()
 
-    def keep_mirror(self, rank: int, mirror: Mirror) -> None:
-        """Hold a worker's state, and the one before; forget older ones."""
+    def keep(self, command: KeepMirror) -> None:
         with self._lock:
-            held = self._held.setdefault(rank, {})
-            held[mirror.manifest.step] = mirror
+            held = self._held.setdefault(command.rank, {})
+            held[command.mirror.manifest.step] = command.mirror
             for step in sorted(held)[:-_KEPT]:
                 del held[step]
 
-    def mirrors_held(self) -> dict[int, list[int]]:
-        """The steps of which this worker holds mirrors, by the rank whose state they are."""
+    def list_held(self, _: ListMirrors) -> dict[int, list[int]]:
         with self._lock:
             return {rank: list(held) for rank, held in self._held.items()}
 
-    def mirror_of(self, rank: int, step: int) -> Mirror:
-        """One that `mirrors_held` has named."""
+    def get(self, command: GetMirror) -> Mirror:
         with self._lock:
-            return self._held[rank][step]
+            return self._held[command.rank][command.step]
 
-    def go_back(self, step: int) -> Manifest:
-        """Take this worker's state after so many steps, from its own memory or its guard's."""
+    def go_back(self, command: GoBack) -> Manifest:
         with self._lock:
-            mirror = self._held.get(self._rank, {}).get(step)
+            mirror = self._held.get(self._rank, {}).get(command.step)
         if mirror is None:
-            mirror = self._guard.mirror_of(self._rank, step)
-            self.keep_mirror(self._rank, mirror)
-        self._adopt(copied(mirror.share))  # optimizers go on in the very tensors that they are given
-        self.forget_mirrors(step + 1)
+            assert self._guard is not None, "SetGuard comes before GoBack"
+            mirror = self._guard.do(GetMirror(self._rank, command.step))
+            self.keep(KeepMirror(self._rank, mirror))
+        self._restore(copied(mirror.share))  # optimizers go on in the very tensors that they are given
+        self.forget(ForgetMirrors(command.step + 1))
         return mirror.manifest
 
-    def forget_mirrors(self, first: int = 0) -> None:
-        """From that step on: the state is another one now, of which they are no past."""
+    def forget(self, command: ForgetMirrors) -> None:
         with self._lock:
             for held in self._held.values():
-                for step in [step for step in held if step >= first]:
+                for step in [step for step in held if step >= command.first]:
                     del held[step]
+
+    def _wait_until_sent(self) -> None:
+        if self._sent is not None:
+            self._sent.exception()  # a guard that has died does not get it; the conductor asks who holds what

@@ -1,17 +1,14 @@
 """What `apply` changes of a stage's modules beside their tensors: modes, drop rates, frozen parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.protocol import Change, Modules, Settings
 from lp_pipe.private_torch import parameters_of
-
-Modules = dict[str, nn.Module]
-Change = Callable[[Modules], Any]
-Settings = dict[str, dict[str, Any]]
 
 _PLAIN = (type(None), bool, int, float, str)
 _CALLBACKS = "(callbacks)"  # no name of a module

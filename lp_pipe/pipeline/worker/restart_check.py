@@ -1,6 +1,7 @@
 """What the process of a stage worker has done so far: one that was started again has forgotten it."""
 
 from lp_pipe.errors import Unavailable
+from lp_pipe.pipeline.protocol import Handlers, IsAsBuilt, Join
 
 
 class RestartCheck:
@@ -15,7 +16,10 @@ class RestartCheck:
         self._is_joined = False
         self._has_changed = False
 
-    def join(self) -> None:
+    def handlers(self) -> Handlers:
+        return dict([Join.by(self.join), IsAsBuilt.by(self.is_as_built)])
+
+    def join(self, _: Join) -> None:
         """Before the conductor's first operation.
 
         Raises:
@@ -33,7 +37,7 @@ class RestartCheck:
         """Weights, buffers or the optimizer's state are about to."""
         self._has_changed = True
 
-    def is_as_built(self) -> bool:
+    def is_as_built(self, _: IsAsBuilt) -> bool:
         """Whether nothing has been trained or loaded."""
         return not self._has_changed
 

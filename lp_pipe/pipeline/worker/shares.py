@@ -1,18 +1,19 @@
 """A stage worker's shares of checkpoints, from the moment that is saved until they are on the disk."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 from lp_pipe.checkpoint.host_visibility import check_is_here
 from lp_pipe.errors import Unavailable
-from lp_pipe.pipeline.saving.contents import ENTRY, Manifest, Saved, entries
-from lp_pipe.training.share_file import Described, EntryKey, Share, Written, remove_shares
+from lp_pipe.pipeline.protocol import ForgetShare, Handlers, HoldShare, PlanShare, RemoveShare, WriteShare
+from lp_pipe.pipeline.saving.contents import ENTRY, Saved, entries
+from lp_pipe.training.share_file import Described, Share, Written, remove_shares
 
 
 class Shares:
-    """Of one worker. Its public methods are also the worker's, for the conductor.
+    """The shares of checkpoints that one worker holds.
 
-    share: what a checkpoint would hold now, not copied. writer: "stages/1 on HOST".
+    share: returns what a checkpoint would hold now, not copied. writer: for messages, such as "stages/1 on HOST".
     """
 
     def __init__(self, worker: int, share: Callable[[], Saved], writer: str) -> None:
@@ -21,43 +22,40 @@ class Shares:
         self._share = share
         self._held: dict[str, Share] = {}  # by the checkpoint's version
 
-    def hold_share(self, version: str, copy: bool) -> None:
-        """Take this worker's share of a checkpoint. copy: in memory, so that the next steps may go on."""
-        self._held[version] = Share(entries(self._share(), self._worker), copy=copy)
+    def handlers(self) -> Handlers:
+        return dict(
+            [
+                HoldShare.by(self.hold),
+                PlanShare.by(self.plan),
+                WriteShare.by(self.write),
+                RemoveShare.by(self.remove),
+                ForgetShare.by(self.forget),
+            ]
+        )
 
-    def plan_share(self, version: str, manifest: Manifest) -> Described:
-        """What this worker could write of it.
+    def hold(self, command: HoldShare) -> None:
+        self._held[command.version] = Share(entries(self._share(), self._worker), copy=command.copy)
 
-        Raises:
-            Unavailable: this process does not hold it.
-        """
-        share = self._of(version)
-        share.add(ENTRY, manifest.as_entry())
+    def plan(self, command: PlanShare) -> Described:
+        share = self._of(command.version)
+        share.add(ENTRY, command.manifest.as_entry())
         return share.describe()
 
-    def write_share(self, folder: str, version: str, left_out: Collection[EntryKey]) -> Written:
-        """Write all but what is left to others; says where each entry is.
+    def write(self, command: WriteShare) -> Written:
+        share = self._of(command.version)
+        del self._held[command.version]
+        check_is_here(Path(command.folder), "the pipeline's first stage")
+        return share.write(command.folder, command.version, self._worker, self._writer, command.left_out)
 
-        Raises:
-            Unavailable: this process does not hold it.
-            CheckpointError: this host does not have the folder, which the conductor has made.
-        """
-        share = self._of(version)
-        del self._held[version]
-        check_is_here(Path(folder), "the pipeline's first stage")
-        return share.write(folder, version, self._worker, self._writer, left_out)
+    def remove(self, command: RemoveShare) -> None:
+        remove_shares(Path(command.folder), command.version)
 
-    def remove_share(self, folder: str, version: str) -> None:
-        """The checkpoint has failed when some were written: also where nobody else could, in a folder of this host."""
-        remove_shares(Path(folder), version)
-
-    def forget_share(self, version: str) -> None:
-        """The checkpoint has failed."""
-        self._held.pop(version, None)
+    def forget(self, command: ForgetShare) -> None:
+        self._held.pop(command.version, None)
 
     def _of(self, version: str) -> Share:
-        if version not in self._held:  # not a mistake: whoever asks is to treat it as the death that it was
+        if version not in self._held:  # no mistake: the conductor is to treat it as the death that it was
             raise Unavailable(
-                f"this worker has no share of {version}: it was started again, or nobody wrote it for long"
+                f"{self._writer} has no share of {version}: it was started again, or the share was not written for long"
             )
         return self._held[version]

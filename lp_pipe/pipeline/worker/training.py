@@ -1,6 +1,5 @@
 """The optimizer's side of a worker: gradients, norms, steps, and what a checkpoint keeps of them."""
 
-import enum
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -14,8 +13,8 @@ from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.layers.optimizer_factories import make_optimizer, make_scheduler, wants_metric
+from lp_pipe.pipeline.protocol import Report, UpdateProgress
 from lp_pipe.pipeline.saving.contents import Saved
-from lp_pipe.pipeline.worker.execution import Report
 from lp_pipe.private_torch import versions_of
 from lp_pipe.training.gradients import GradientNorm, dense, is_finite, norms_of, unscale
 from lp_pipe.training.optimizer_state import (
@@ -38,16 +37,6 @@ from lp_pipe.training.resume_checks import (
 from lp_pipe.training.rng import generators_locked, optimizer_place, step_rng
 
 
-class Update(enum.Enum):
-    """What a worker has done of the last update that it was asked for."""
-
-    NOTHING_TO_DO = "has nothing to update"
-    NOT_BEGUN = "has not done the update"
-    PARTIAL = "has failed in the update"
-    WITHOUT_SCHEDULER = "has done the update, and failed in the scheduler"
-    DONE = "has done the update"
-
-
 class Training:
     """One optimizer over all parameters of a worker's stages; none when there is nothing to train."""
 
@@ -61,7 +50,7 @@ class Training:
         self._scheduler_factory = lr_scheduler
         self._lr_scheduler: Any = None
         self.waits_for_metric = False  # whether training steps leave the scheduler alone
-        self.last_update = Update.NOTHING_TO_DO
+        self.update_progress = UpdateProgress.NOTHING_TO_DO
         # Not for frozen ones alone: factories often leave these out, and torch refuses an empty list.
         if any(parameter.requires_grad for _, parameter in self._parameters):
             # Not while a layer is made: torch imports its compiler for both, and is not ready for two threads.
@@ -122,18 +111,18 @@ class Training:
         if self._optimizer is None:
             self.clear_gradients()
             return
-        self.last_update, versions = Update.NOT_BEGUN, self._versions()
+        self.update_progress, versions = UpdateProgress.NOT_BEGUN, self._versions()
         try:
             if max_norm is not None and total_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total_norm)
             if not skip:
                 self._step_optimizer(step, 0)
-            self.last_update = Update.WITHOUT_SCHEDULER
+            self.update_progress = UpdateProgress.WITHOUT_SCHEDULER
             self.step_scheduler()
-            self.last_update = Update.DONE
+            self.update_progress = UpdateProgress.DONE
         finally:
-            if self.last_update is Update.NOT_BEGUN and self._versions() != versions:
-                self.last_update = Update.PARTIAL
+            if self.update_progress is UpdateProgress.NOT_BEGUN and self._versions() != versions:
+                self.update_progress = UpdateProgress.PARTIAL
             self.clear_gradients()  # else the next step would add to them
 
     def update(self, step: int, index: int) -> None:

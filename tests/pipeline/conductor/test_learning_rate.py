@@ -13,9 +13,10 @@ from torch.optim import lr_scheduler as schedulers
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.checkpoint import Checkpoints
-from lp_pipe.pipeline.worker.learning_rate import LearningRate
+from lp_pipe.pipeline.protocol import GetLearningRates, StepScheduler
 from lp_pipe.pipeline.worker.restart_check import RestartCheck
 from lp_pipe.pipeline.worker.training import Training
+from lp_pipe.pipeline.worker.worker_state import WorkerState
 from tests.pipeline.delayed_gradients import DelayedLoop, buffered, stashed
 from tests.pipeline.plain_loop import (
     D,
@@ -384,11 +385,13 @@ def test_a_scheduler_that_fails_leaves_nothing_to_go_on_with_but_a_checkpoint(tm
 
 def test_a_worker_that_was_started_again_has_no_rate_to_tell_and_none_to_change() -> None:
     """No channel is used, from which the others would learn of its death."""
-    successor = LearningRate(Training([], adam, None), RestartCheck("stages/1"))
+    no: Any = None  # a part that learning rates do not need
+    training, restart_check = Training([], adam, None), RestartCheck("stages/1")
+    successor = WorkerState({}, training, no, no, no, no, restart_check, no)
     with pytest.raises(lp.Unavailable, match="stages/1 was started again"):
-        successor.learning_rates()
+        successor.learning_rates(GetLearningRates())
     with pytest.raises(lp.Unavailable, match="stages/1 was started again"):
-        successor.step_scheduler(1.0)
+        successor.step_scheduler(StepScheduler(1.0))
 
 
 def test_a_check_never_steps_a_scheduler_of_a_metric() -> None:

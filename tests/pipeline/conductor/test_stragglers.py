@@ -16,8 +16,7 @@ import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.conductor.stragglers import Stragglers
 from lp_pipe.pipeline.config import Ranks
 from lp_pipe.pipeline.layers.model_names import layer_names
-from lp_pipe.pipeline.worker.execution import Report
-from lp_pipe.pipeline.worker.worker_info import WorkerInfo
+from lp_pipe.pipeline.protocol import GetInfo, Report, WorkerInfo
 from tests.pipeline.plain_loop import D, random_batches, sgd, squared_error
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -73,7 +72,7 @@ class Workers:
     is_one_dead = False
     host = "h1"
 
-    def all(self, method: str) -> list[WorkerInfo]:
+    def all(self, command: GetInfo) -> list[WorkerInfo]:
         if self.is_one_dead:
             raise lp.Unavailable("stages/1 has died")
         return [WorkerInfo("stages/0", "h0", (0,)), WorkerInfo("stages/1", self.host, (1,))]

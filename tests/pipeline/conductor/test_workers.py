@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.conductor.workers import Attempt
-from lp_pipe.pipeline.worker.execution import Report
+from lp_pipe.pipeline.protocol import Report
 from lp_pipe.rpc.daemon_pool import DaemonPool
 
 
@@ -24,7 +24,7 @@ def test_an_attempt_ends_with_its_last_report_however_late_somebody_asks() -> No
     before = attempt.ended()
     last.set_result(Report())
     ended = attempt.ended()
-    assert len(attempt.reports()) == 2
+    assert len(attempt.replies()) == 2
     assert attempt.ended() == ended >= before
 
 

@@ -9,8 +9,9 @@ from torch import nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from lp_pipe.pipeline.protocol import Infer, KeepMirror, Mirror, Report
 from lp_pipe.pipeline.saving.contents import Manifest
-from lp_pipe.pipeline.worker.mirror_store import Mirror, MirrorStore
+from lp_pipe.pipeline.worker.mirror_store import MirrorStore
 from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.telemetry import waits
 from tests.pipeline.plain_loop import (
@@ -111,16 +112,16 @@ def test_a_single_worker_has_no_neighbour() -> None:
 
 def test_a_mirror_that_was_on_its_way_does_not_come_after_going_back(monkeypatch: pytest.MonkeyPatch) -> None:
     # Step 2 comes again, and may be left out this time: a late copy of the first one's state would be taken for it.
-    keep, may_come = MirrorStore.keep_mirror, threading.Event()
+    keep, may_come = MirrorStore.keep, threading.Event()
     arrived: list[int] = []
 
-    def keep_slowly(mirrors: MirrorStore, rank: int, mirror: Mirror) -> None:
-        if rank != mirrors._rank and mirror.manifest.step == 2:
+    def keep_slowly(mirrors: MirrorStore, command: KeepMirror) -> None:
+        if command.rank != mirrors._rank and command.mirror.manifest.step == 2:
             assert may_come.wait(30.0)
-            arrived.append(rank)
-        keep(mirrors, rank, mirror)
+            arrived.append(command.rank)
+        keep(mirrors, command)
 
-    monkeypatch.setattr(MirrorStore, "keep_mirror", keep_slowly)
+    monkeypatch.setattr(MirrorStore, "keep", keep_slowly)
     with launched("thread", model_with_everything(), BATCHES, stages=2, microbatches=4) as pipeline:
         for _ in range(2):
             pipeline.step()
@@ -137,11 +138,12 @@ def test_the_conductor_keeps_a_mirror_while_all_its_threads_wait_for_operations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # One of these operations may be the next mirror(), which waits until the one before has been taken.
+    nothing: Any = {}
     infer, may_go_on = StageWorker.infer, threading.Event()
 
-    def infer_later(worker: StageWorker, *args: Any) -> Any:
+    def infer_later(worker: StageWorker, command: Infer) -> Report:
         assert may_go_on.wait(30.0)
-        return infer(worker, *args)
+        return infer(worker, command)
 
     monkeypatch.setattr(StageWorker, "infer", infer_later)
     with launched("thread", small_model(), BATCHES, stages=2, microbatches=4) as pipeline:
@@ -150,7 +152,7 @@ def test_the_conductor_keeps_a_mirror_while_all_its_threads_wait_for_operations(
         evaluations = [conductor.futures.evaluate(BATCHES[:1]) for _ in range(max(pool.size for pool in waits.pools()))]
         until(lambda: any(pool.active >= pool.size for pool in waits.pools()))
         try:
-            conductor.futures.keep_mirror(1, Mirror(Manifest(1, 0), {})).result(10.0)
+            conductor.futures.keep_mirror(KeepMirror(1, Mirror(Manifest(1, 0), nothing))).result(10.0)
         finally:
             may_go_on.set()
         assert all(evaluation.result(30.0) == pipeline.evaluate(BATCHES[:1]) for evaluation in evaluations)

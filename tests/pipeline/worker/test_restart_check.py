@@ -3,6 +3,7 @@
 import pytest
 
 import lp_pipe as lp
+from lp_pipe.pipeline.protocol import IsAsBuilt, Join
 from lp_pipe.pipeline.worker.restart_check import RestartCheck
 
 
@@ -17,14 +18,14 @@ def test_a_worker_that_was_started_again_keeps_its_initial_weights_to_itself() -
 
 def test_a_conductor_that_was_started_again_finds_workers_that_knew_another() -> None:
     worker = RestartCheck("stages/1")
-    worker.join()
+    worker.join(Join())
     with pytest.raises(lp.Unavailable, match="the first worker was started again"):
-        worker.join()
+        worker.join(Join())
 
 
 def test_what_nobody_has_trained_is_as_built() -> None:
     worker = RestartCheck("stages/1")
-    worker.join()
-    assert worker.is_as_built()
+    worker.join(Join())
+    assert worker.is_as_built(IsAsBuilt())
     worker.note_change()
-    assert not worker.is_as_built()
+    assert not worker.is_as_built(IsAsBuilt())
