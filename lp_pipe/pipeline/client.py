@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from lp_pipe.address import Address
 from lp_pipe.errors import EndOfData, PipelineError
@@ -19,6 +19,8 @@ from lp_pipe.rpc import CourierClient
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from lp_pipe.pipeline.conductor.conductor import Conductor
 
 
 T = TypeVar("T")
@@ -40,7 +42,8 @@ class PipelineClient:
 
     def __init__(self, conductor: CourierClient, steps_ahead: int = 0) -> None:
         """steps_ahead: how many steps may be under way beside the one whose result is awaited."""
-        self._conductor = conductor
+        self._client = conductor
+        self._conductor = cast("Conductor", conductor)  # for mypy: each call is one of a method of that class
         self.steps_ahead = steps_ahead
 
     def step(
@@ -59,8 +62,7 @@ class PipelineClient:
                 asynchronous, and outputs or gradients are asked for.
         """
         more = {name: True for name, is_wanted in (("outputs", outputs), ("input_grad", input_grad)) if is_wanted}
-        result: StepResult = self._conductor.step(batch, **more)
-        return result
+        return self._conductor.step(batch, **more)
 
     def steps(self, n: int | None = None) -> Iterator[StepResult]:
         """Take steps on the feeder's batches until there were `n` more, or until the end of the data.
@@ -91,8 +93,7 @@ class PipelineClient:
 
         why: for the result and the log.
         """
-        result: StepResult = self._conductor.skip_step(why)
-        return result
+        return self._conductor.skip_step(why)
 
     def scheduler_step(self, metric: float) -> None:
         """Step the scheduler with a number, on every stage: `scheduler.step(metric)` of a plain loop.
@@ -112,8 +113,7 @@ class PipelineClient:
         It has the parameters that are trained (a tied one has the first of its names) and whose optimizer group has an
         "lr". To log it: `lp.log_metrics({"lr": max(pipeline.learning_rates().values())}, pipeline.current_step())`.
         """
-        rates: dict[str, float] = self._conductor.learning_rates()
-        return rates
+        return self._conductor.learning_rates()
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> EvalResult:
         """Return the mean loss and the metrics in eval mode; no parameter, buffer or random state changes.
@@ -137,10 +137,10 @@ class PipelineClient:
             for window in windows:  # the stages work on the window before while this one is read
                 if done is not None:
                     done.result()
-                done = self._conductor.futures.evaluate_window(number, window)
+                done = self._client.futures.evaluate_window(number, window)
             assert done is not None, "there are at least two windows"
             done.result()
-            result: EvalResult = self._conductor.end_evaluation(number)
+            result: EvalResult = self._client.end_evaluation(number)
             return result
 
     def forward(self, input: Any) -> Any:
@@ -185,13 +185,11 @@ class PipelineClient:
             RemoteError: the function's own exception; if it had changed no tensor, all is as before.
             PipelineError: it has changed what a checkpoint could not keep, such as a submodule or a hook.
         """
-        results: list[Any] = self._conductor.apply(change)
-        return results
+        return self._conductor.apply(change)
 
     def state_dict(self) -> "dict[str, Tensor]":
         """Return the whole model under the names that nn.Sequential(*layers) gives; CPU tensors."""
-        state: dict[str, Tensor] = self._conductor.state_dict()
-        return state
+        return self._conductor.state_dict()
 
     def load_state_dict(self, sd: "dict[str, Tensor]") -> None:
         """Replace parameters and buffers; optimizer state stays.
@@ -222,8 +220,7 @@ class PipelineClient:
         """
         folder = os.fspath(path)
         copy = self._conductor.copy()
-        written: Future[list[str]] = self._conductor.futures.write_copy(folder, copy)
-        return written
+        return self._client.futures.write_copy(folder, copy)
 
     def load(self, path: str | Path, *, strict: bool = True) -> None:
         """Continue from a checkpoint that any number of stages wrote.
@@ -260,13 +257,11 @@ class PipelineClient:
         Raises:
             PipelineError: there is one worker only.
         """
-        step: int = self._conductor.mirror(self._conductor)
-        return step
+        return self._conductor.mirror(self._client)
 
     def mirrored_steps(self) -> list[int]:
         """Return the numbers of finished steps to which `go_back` can go, in order; also after `recover`."""
-        steps: list[int] = self._conductor.mirrored_steps()
-        return steps
+        return self._conductor.mirrored_steps()
 
     def go_back(self, step: int) -> None:
         """Continue from the state after so many steps, of which every worker's state is in some memory.
@@ -274,7 +269,7 @@ class PipelineClient:
         Raises:
             PipelineError: it is none of `mirrored_steps`; the pipeline is as before.
         """
-        self._conductor.go_back(step, self._conductor)
+        self._conductor.go_back(step, self._client)
 
     def export(self, path: str | Path) -> None:
         """Write the whole model as one .safetensors file, under the names of `state_dict`; relative paths as in `save`.
@@ -288,8 +283,7 @@ class PipelineClient:
 
     def fingerprint(self) -> str:
         """Return the sha256 hex of all parameters and buffers in state_dict order (raw little-endian bytes)."""
-        digest: str = self._conductor.fingerprint()
-        return digest
+        return self._conductor.fingerprint()
 
     def trace(self, n: int, batch: tuple[Any, Any] | None = None) -> list[StepTrace]:
         """Take `n` steps, and return the start and end of every action on every stage.
@@ -298,16 +292,14 @@ class PipelineClient:
         first, and with a given batch after each of the steps, too; in the middle of `steps()` the loop continues after
         the `n` steps.
         """
-        traces: list[StepTrace] = self._conductor.trace(_whole(n, "trace"), batch)
-        return traces
+        return self._conductor.trace(_whole(n, "trace"), batch)
 
     def profile_memory(self, n: int = 1, batch: tuple[Any, Any] | None = None) -> list[StageMemory]:
         """Take `n` steps as `trace`, and return what each stage worker had in memory then; such steps take longer.
 
         With recompute, stages copy more than they need to in their first step: take one step before.
         """
-        found: list[StageMemory] = self._conductor.profile_memory(_whole(n, "profile_memory"), batch)
-        return found
+        return self._conductor.profile_memory(_whole(n, "profile_memory"), batch)
 
     def stragglers(self) -> list[Straggler]:
         """Return the stage workers that take twice as long as expected, by the median of the last 15 steps.
@@ -316,16 +308,14 @@ class PipelineClient:
         its first steps, if the other stages have not become slower, too. Each is in the log once, and in the metrics
         (`straggler/stages/1`: how many times slower).
         """
-        found: list[Straggler] = self._conductor.stragglers()
-        return found
+        return self._conductor.stragglers()
 
     def current_step(self) -> int:
         """Return how many steps are done, which is the index of the next one."""
-        step: int = self._conductor.current_step()
-        return step
+        return self._conductor.current_step()
 
     def __repr__(self) -> str:
-        return f"PipelineClient({self._conductor!r})"
+        return f"PipelineClient({self._client!r})"
 
 
 def _windows_of(items: Iterator[T], size: int) -> Iterator[list[T]]:

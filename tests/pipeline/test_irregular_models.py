@@ -351,7 +351,7 @@ def test_a_layer_may_thaw_in_a_stage_that_has_an_optimizer_and_is_refused_in_one
     with launched("thread", model, BATCHES, stages=[1, 2], microbatches=2) as pipeline:
         pipeline.step()
         before = pipeline.fingerprint()
-        with pytest.raises(pp.PipelineError, match=r"1\.linear\.weight, .* frozen at the start, .* no optimizer"):
+        with pytest.raises(pp.PipelineError, match=r"1\.linear\.weight, .* no optimizer.* frozen"):
             pipeline.step()
         assert pipeline.fingerprint() == before
 

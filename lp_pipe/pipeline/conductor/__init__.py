@@ -1,1 +1,1 @@
-"""All workers as one: operations, each a whole or nothing."""
+"""Operations on all workers of a pipeline: each happens on all of them, or on none."""

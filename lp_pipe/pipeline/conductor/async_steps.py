@@ -1,4 +1,4 @@
-"""Steps of an asynchronous pipeline, which is kept full: the next one begins before this one ends."""
+"""Steps of an asynchronous pipeline, which stays full: the next step begins before this one ends."""
 
 import time
 from collections import deque
@@ -22,33 +22,33 @@ class _Begun(NamedTuple):
 
 
 class AsynchronousSteps(Steps):
-    """While a caller has promised to ask for more, one step is ahead of the results, and the forwards of another."""
+    """Runs a step ahead of the results, and the forwards of one more, as long as the caller has promised to go on."""
 
     def __init__(self, config: PipelineConfig, workers: Workers, feeder: Any) -> None:
         super().__init__(config, workers, feeder)
         self._begun: deque[_Begun] = deque()
-        self._results: deque[tuple[StepResult, StepTrace]] = deque()  # of steps that nobody has asked for yet
-        self._due: Sequence[StepResult] = ()  # came with a checkpoint, and are for a loop that goes on from it
+        self._results: deque[tuple[StepResult, StepTrace]] = deque()  # that the caller will ask for
+        self._due: Sequence[StepResult] = ()  # results in the loaded checkpoint, for a loop that goes on from it
         self._promised: StepTask | None = None  # the step after those
         self._ended = 0.0
 
     def step(
         self, batch: tuple[Any, Any] | None, more: int = 0, wanted: Wanted = NOTHING_MORE
     ) -> tuple[StepResult, StepTrace]:
-        """The next result; with `more`, the step after it runs on.
+        """Return the next result; with `more`, the step after it runs on.
 
         Raises:
-            PipelineError: outputs or gradients of the input are wanted, of micro-batches that see different weights.
+            PipelineError: outputs or input gradients are wanted of micro-batches that see different weights.
         """
         if wanted != NOTHING_MORE:
             raise PipelineError(
-                "step(outputs=True) and step(input_grad=True) need a synchronous schedule, such as '1f1b': with an "
-                "asynchronous one each micro-batch of a step sees other weights"
+                "step(outputs=True) and step(input_grad=True) need a synchronous schedule: an asynchronous step's "
+                "micro-batches see different weights. Use for example schedule='1f1b'"
             )
         self._due = ()
         if batch is not None:
             self.settle()
-            self._results.clear()  # their reader has left: steps() was not read to the end
+            self._results.clear()  # the loop that was to read them was left early
             self._promised = None
             self._begin(self._own_task(batch), ahead=False, from_feeder=False)
             return self._end()
@@ -63,7 +63,7 @@ class AsynchronousSteps(Steps):
         return self._results.popleft() if self._results else self._end()
 
     def go_on(self, count: int, batch: tuple[Any, Any] | None = None) -> list[StepTrace]:
-        """The results that somebody may still ask for are kept."""
+        """Take steps as the base class does; results that the caller may still ask for are kept."""
         kept, self._results = self._results, deque()
         try:
             return super().go_on(count, batch)
@@ -71,7 +71,7 @@ class AsynchronousSteps(Steps):
             self._results = kept
 
     def settle(self) -> None:
-        """Wait for the step ahead; its result is kept."""
+        """Wait for the step ahead, and keep its result."""
         while self._begun:
             self._results.append(self._end())
 
@@ -91,13 +91,13 @@ class AsynchronousSteps(Steps):
         self._promised = None
 
     def skip(self, why: str) -> StepResult:
-        """As in `step`, whoever has left results behind does not want them."""
+        """Skip a step; as in `step` with a batch, results that the caller has left behind are dropped."""
         self._results.clear()
         self._due = ()
         return super().skip(why)
 
     def drop_lookahead(self) -> None:
-        """They will do those forwards again."""
+        """Forget the step that was announced to the workers, which will do its first forwards again."""
         self._promised = None
 
     def _next_task(self) -> StepTask:
@@ -126,7 +126,7 @@ class AsynchronousSteps(Steps):
             following = self._task(rank, promised, from_feeder=True) if promised is not None and overlaps else None
             return TrainAsync(self._task(rank, task, from_feeder=from_feeder), following, after)
 
-        # Who waits in the forwards of the step ahead must be freed as well, which may never begin by itself.
+        # An abort must also free workers that wait in the first forwards of the step ahead: it may never begin.
         last = promised.tag if promised is not None and overlaps else task.tag
         self._begun.append(_Begun(task, self._workers.begin(last, command_for), time.monotonic()))
 
@@ -136,13 +136,13 @@ class AsynchronousSteps(Steps):
             reports = attempt.replies()
         except BaseException as error:  # layers may end in SystemExit, too
             self._fail(task.step, error)
-        began, self._ended = max(began, self._ended), attempt.ended()  # not now: the caller may have done other things
+        began, self._ended = max(began, self._ended), attempt.ended()  # not now: the caller may have been busy
         self.done += 1
         seconds = self._ended - began
         return self._outcome(task, reports, began, seconds, seconds=seconds)
 
     def _fail(self, step: int, error: BaseException) -> NoReturn:
-        """End the step ahead as well, whose failure may be what ended this one.
+        """End the step ahead as well: its failure may be what ended this one.
 
         Raises:
             Exception: the failure that was the cause.

@@ -1,8 +1,11 @@
-"""The first worker's second job: it starts every operation on all workers, and makes each a whole or nothing."""
+"""The conductor of a pipeline: starts every operation on all workers, and lets each happen on all or on none.
+
+It is part of the first worker's node.
+"""
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,10 +14,9 @@ from torch import Tensor
 
 from lp_pipe.address import Address
 from lp_pipe.context import context
-from lp_pipe.errors import Unavailable
+from lp_pipe.errors import PipelineError, Unavailable
 from lp_pipe.pipeline.conductor.async_steps import AsynchronousSteps
 from lp_pipe.pipeline.conductor.evaluation import Evaluation, WindowMeans, checked_window, result_of
-from lp_pipe.pipeline.conductor.learning_rate import LearningRate
 from lp_pipe.pipeline.conductor.mirrors import StageMirrors, check_guards
 from lp_pipe.pipeline.conductor.steps import ForwardOnlySteps, Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.conductor.whole_model import Copy, WholeModel
@@ -22,10 +24,13 @@ from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.batch_dims import marked
 from lp_pipe.pipeline.layers.microbatches import apart, loss_weights, total_weight
+from lp_pipe.pipeline.loss_metrics import scaled
 from lp_pipe.pipeline.protocol import (
     Change,
     ChangeModules,
+    GetLearningRates,
     GetMirror,
+    GetSchedulerKind,
     GetSettings,
     Infer,
     IsAsBuilt,
@@ -38,6 +43,7 @@ from lp_pipe.pipeline.protocol import (
     Report,
     RestoreSettings,
     StartMetering,
+    StepScheduler,
     StopMetering,
     Wanted,
 )
@@ -48,13 +54,15 @@ from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
 from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.rpc import CourierClient
 from lp_pipe.rpc.daemon_pool import DaemonPool
-from lp_pipe.training.gradients import scaled
 
 T = TypeVar("T")
 
 
 class Conductor:
-    """What a PipelineClient talks to. Operations run one after another, in order of arrival."""
+    """The server of PipelineClients; `PipelineClient` says what each operation does.
+
+    Operations run one after another, in order of arrival.
+    """
 
     def __init__(
         self,
@@ -67,7 +75,6 @@ class Conductor:
     ) -> None:
         self._workers = Workers(StageWorker(pipeline, worker, channels, neighbours, feeder), peers)
         self._model = WholeModel(pipeline, self._workers)
-        self._learning_rate = LearningRate(pipeline, self._workers)
         self._config = pipeline
         self._are_joined = False
         self._last = pipeline.ranks.of(pipeline.placement[-1])
@@ -77,53 +84,53 @@ class Conductor:
         self._results_of_evaluations: dict[str, Future[EvalResult]] = {}
         self._queue = DaemonPool(1, "pipeline operations")
         context().exit_stack.callback(self._queue.close)
-        # Who has a client finds all layers built: in thread mode they draw from the generator that a script may use.
-        with contextlib.suppress(Unavailable):  # of a worker that has failed already the first operation will tell
+        # No client before all layers are built: in thread mode they draw from the generator that a script may use.
+        with contextlib.suppress(Unavailable):  # the first operation will tell of a worker that has failed already
             self._workers.all(Ping())
 
     def step(
         self, batch: tuple[Any, Any] | None = None, more: int = 0, outputs: bool = False, input_grad: bool = False
     ) -> StepResult:
-        """One step; see PipelineClient. more: further ones on the feeder's batches that the caller will ask for."""
+        """Take one step. more: further steps on the feeder's batches that the caller will ask for."""
         wanted = Wanted(outputs, input_grad)
         return self._in_turn(lambda: self._steps.step(batch, more, wanted)[0], may_run_on=True)
 
     def due(self) -> int:
-        """How many results of finished steps a loop that begins now has first."""
+        """Return how many results of finished steps a loop that begins now gets first."""
         return self._in_turn(self._steps.take_due, may_run_on=True)
 
     def skip_step(self, why: str) -> StepResult:
-        """The next step without its batch and its update; see PipelineClient."""
+        """Skip the next step: no batch and no update."""
         return self._in_turn(lambda: self._steps.skip(why))
 
     def scheduler_step(self, metric: float) -> None:
-        """Step the scheduler, which waits for a metric; see PipelineClient."""
+        """Step a scheduler that waits for a metric, on all workers."""
         self._in_turn(lambda: self._scheduler_step(metric))
 
     def learning_rates(self) -> dict[str, float]:
-        """Of the next step, by parameter."""
-        return self._in_turn(self._learning_rate.by_name, only_reads=True)
+        """Return the learning rates of the next step, by parameter, in the order of state_dict."""
+        return self._in_turn(self._learning_rates, only_reads=True)
 
     def stragglers(self) -> list[Straggler]:
-        """Workers that are much slower than expected."""
+        """Return the workers that are much slower than expected."""
         return self._steps.stragglers.now
 
     def trace(self, steps: int, batch: tuple[Any, Any] | None) -> list[StepTrace]:
-        """Some steps, with the start and end of every action."""
+        """Take some steps; return the start and end of every action."""
         return self._in_turn(lambda: self._steps.go_on(steps, batch))
 
     def profile_memory(self, steps: int, batch: tuple[Any, Any] | None) -> list[StageMemory]:
-        """What each worker holds in memory during some steps."""
+        """Take some steps; return what each worker held in memory."""
         return self._in_turn(lambda: self._profile_memory(steps, batch))
 
     def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> EvalResult:
-        """Return mean loss and metrics over the batches, each one weighted as `loss_weight` says."""
+        """Return mean loss and metrics over the batches, weighted as `loss_weight` says."""
         return self._in_turn(lambda: result_of([self._evaluate(batches)]), only_reads=True)
 
-    def evaluation(self, number: str) -> Iterator[None]:
+    def evaluation(self, number: str) -> Generator[None, None, None]:
         """Begin an evaluation of what `evaluate_window` brings, until `end_evaluation` or the end of this stream.
 
-        The stream ends with the client's connection as well, so that a client that dies holds up no other.
+        The stream also ends with the client's connection: a client that dies does not hold up others.
         """
         evaluation = self._evaluations[number] = Evaluation()
         result = self._begin_in_turn(lambda: evaluation.run(self._evaluate), only_reads=True)
@@ -136,7 +143,7 @@ class Conductor:
             del self._evaluations[number], self._results_of_evaluations[number]
 
     def evaluate_window(self, number: str, batches: Sequence[tuple[Any, Any]]) -> "Future[None]":
-        """Evaluate further batches; the reply comes when that is done."""
+        """Evaluate further batches; the reply comes when they are done."""
         return self._evaluations[number].add(batches)
 
     def end_evaluation(self, number: str) -> "Future[EvalResult]":
@@ -145,23 +152,23 @@ class Conductor:
         return self._results_of_evaluations[number]
 
     def forward(self, value: Any) -> Any:
-        """The model's output in eval mode."""
+        """Return the model's output in eval mode."""
         return self.forward_many([value])[0]
 
     def forward_many(self, values: Sequence[Any]) -> list[Any]:
-        """The outputs for several inputs, which follow each other through the stages."""
+        """Return the outputs for several inputs, which follow each other through the stages."""
         return self._in_turn(lambda: self._outputs(values), only_reads=True)
 
     def worker_count(self) -> int:
-        """How many inputs the stages can work on at a time."""
+        """Return how many inputs the stages can work on at a time."""
         return self._config.ranks.world_size
 
     def apply(self, change: Change) -> list[Any]:
-        """Call a function with the modules of every stage; returns its results, by worker."""
+        """Call a function with the modules of every worker; return its results, by worker."""
         return self._in_turn(lambda: self._apply(change))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's parameters and buffers."""
+        """Return the whole model's parameters and buffers."""
         return self._in_turn(self._model.copied_state, only_reads=True)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -169,7 +176,7 @@ class Conductor:
         self._in_turn(lambda: self._load_state_dict(state))
 
     def save(self, path: str) -> None:
-        """Write a checkpoint folder; the metadata, written last, makes it one."""
+        """Write a checkpoint folder."""
         self._in_turn(lambda: self._model.save(Path(path), self._steps.manifest()))
 
     def copy(self) -> Copy:
@@ -177,7 +184,7 @@ class Conductor:
         return self._in_turn(lambda: self._model.copy(self._steps.manifest()))
 
     def write_copy(self, path: str, copy: Copy) -> list[str]:
-        """Write it, while operations go on; returns the names of the files."""
+        """Write what `copy` has returned, while operations go on; return the names of the files."""
         return self._model.write_copy(Path(path), copy)
 
     def load(self, path: str, strict: bool = True) -> None:
@@ -185,35 +192,35 @@ class Conductor:
         self._in_turn(lambda: self._load(Path(path), strict=strict), may_be_inconsistent=True)
 
     def mirror(self, me: CourierClient) -> int:
-        """Let each worker copy its state, for itself and its guard; returns the step. me: a client of this conductor.
+        """Let each worker copy its state, for itself and its guard; return the step. me: a client of this node.
 
         Raises:
-            PipelineError: there is one worker only.
+            PipelineError: the pipeline has one worker only.
         """
         check_guards(self._config.ranks.world_size)
         return self._in_turn(lambda: self._mirrors.make(me))
 
-    # Coroutines, so that a worker is answered also when every thread here waits for an operation: one of them may be
-    # that which waits for the worker.
+    # The last worker sends these commands. They are coroutines, so that it is answered when all threads of this server
+    # wait for an operation: one of these operations may wait for that worker.
 
     async def keep_mirror(self, command: KeepMirror) -> None:
-        """Hold the state of the last worker."""
+        """Do the command on this node's worker."""
         self._workers.own.do(command)
 
     async def get_mirror(self, command: GetMirror) -> Mirror:
-        """Return a state of the last worker."""
+        """Do the command on this node's worker."""
         return self._workers.own.do(command)
 
     def mirrored_steps(self) -> list[int]:
-        """To which all workers could go back."""
+        """Return the steps to which all workers can go back."""
         return self._in_turn(self._mirrors.steps, may_be_inconsistent=True)
 
     def go_back(self, step: int, me: CourierClient) -> None:
-        """Go on from a mirrored step; see PipelineClient."""
+        """Go on from a mirrored step. me: a client of this node."""
         self._in_turn(lambda: self._mirrors.go_back(step, me), may_be_inconsistent=True)
 
     def recover(self) -> None:
-        """Join the workers anew, after one was restarted; see PipelineClient."""
+        """Join the workers again, after one was restarted."""
         self._in_turn(self._recover, may_be_inconsistent=True)
 
     def export(self, path: str) -> None:
@@ -223,11 +230,11 @@ class Conductor:
         )
 
     def fingerprint(self) -> str:
-        """sha256 over all parameters and buffers."""
+        """Return the sha256 of all parameters and buffers."""
         return self._in_turn(self._model.fingerprint, only_reads=True)
 
     def current_step(self) -> int:
-        """The number of finished steps, which is the index of the next one."""
+        """Return the number of finished steps, which is the index of the next one."""
         return self._in_turn(lambda: self._steps.done, may_be_inconsistent=True)
 
     def _in_turn(
@@ -240,8 +247,9 @@ class Conductor:
     ) -> T:
         """Run an operation after those before it.
 
-        may_be_inconsistent: after half a step, too. may_run_on: also while a step that was begun ahead is going on.
-        only_reads: it reads the stages' weights; after half a step, too, with a warning.
+        may_be_inconsistent: allow it while the stages are not at the same step.
+        may_run_on: allow it while a step that was begun ahead is going on.
+        only_reads: the operation reads the stages' weights; while they are inconsistent there is a warning.
         """
         return self._begin_in_turn(
             operation, may_be_inconsistent=may_be_inconsistent, may_run_on=may_run_on, only_reads=only_reads
@@ -267,15 +275,37 @@ class Conductor:
         return self._queue.start(in_order)
 
     def _join(self) -> None:
-        """Once: a worker that dies is found out later by not having been asked, also between two operations."""
+        """Let all workers join, once: a worker that was restarted since has not joined, and is found out by that."""
         if not self._are_joined:
             self._workers.all(Join())
             self._are_joined = True
 
     def _scheduler_step(self, metric: float) -> None:
-        self._learning_rate.refuse_without_metric()
+        self._refuse_useless_metric()
         with self._steps.inconsistent_on_failure("scheduler_step() has failed after it may have changed some of them"):
-            self._learning_rate.step(metric)
+            self._workers.all(StepScheduler(metric))
+
+    def _refuse_useless_metric(self) -> None:
+        """Refuse `scheduler_step` if no worker has a scheduler that waits for a metric.
+
+        Raises:
+            PipelineError: says which schedulers the workers have.
+        """
+        if self._config.lr_scheduler is None:
+            raise PipelineError(
+                "scheduler_step(): the model has no lr_scheduler. Give it one whose step() takes a metric, such as "
+                "lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau"
+            )
+        found = [kind for kind in self._workers.all(GetSchedulerKind()) if kind is not None]
+        if not any(kind.waits_for_metric for kind in found):
+            kinds = ", ".join(sorted({kind.name for kind in found})) or "none, as nothing is trained"
+            raise PipelineError(
+                f"scheduler_step(): the model's scheduler ({kinds}) needs no metric: every training step steps it. "
+                "Leave out the call, or give the model a scheduler whose step() takes one, such as ReduceLROnPlateau"
+            )
+
+    def _learning_rates(self) -> dict[str, float]:
+        return self._config.names.whole(self._workers.some(self._config.ranks.firsts, GetLearningRates()))
 
     def _apply(self, change: Change) -> list[Any]:
         self._steps.drop_lookahead()
@@ -306,7 +336,7 @@ class Conductor:
         self._steps.go_to(found)
 
     def _recover(self) -> None:
-        self._workers.all(Ping())  # waits for those that are on their way
+        self._workers.all(Ping())  # waits for workers that are starting
         self._workers.all(Reconnect(f", {time.time_ns()}"))
         self._are_joined = True
         self._mirrors.guard_anew()
@@ -333,7 +363,7 @@ class Conductor:
         return WindowMeans(loss / share, scaled(metrics, 1 / share), total_weight(targets, rule))
 
     def _infer(self, inputs: list[Any], targets: list[Any]) -> list[Report]:
-        """Run forwards; the reports of the last stage's replicas."""
+        """Run forwards; return the reports of the last stage's replicas."""
         self._steps.drop_lookahead()
         own = apart([*inputs, *targets])
         inputs, targets = own[: len(inputs)], own[len(inputs) :]

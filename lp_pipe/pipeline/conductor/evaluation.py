@@ -1,4 +1,4 @@
-"""An evaluation whose batches come in windows, so that its memory does not depend on the size of the data set."""
+"""An evaluation that gets its batches in windows, so that its memory does not depend on the size of the data set."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -14,7 +14,7 @@ Batch = tuple[Any, Any]
 
 
 class WindowMeans(NamedTuple):
-    """The mean loss and the metrics of some batches. weight: what `Model.loss_weight` says of all their targets."""
+    """The mean loss and the metrics of some batches. weight: what `Model.loss_weight` gives all their targets."""
 
     loss: float
     metrics: Totals
@@ -36,9 +36,9 @@ Infer = Callable[[Sequence[Batch]], WindowMeans]
 
 
 class Evaluation:
-    """One operation of the conductor, which runs window after window until it is told of the end.
+    """An operation of the conductor that evaluates window after window until `end`.
 
-    In between no other operation runs, so that all windows see the same weights.
+    No other operation runs in between, so that all windows see the same weights.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Evaluation:
         self._windows: list[WindowMeans] = []
 
     def run(self, infer: Infer) -> EvalResult:
-        """Evaluate the windows that `add` brings, until `end`; runs in the thread of the conductor's operations."""
+        """Evaluate the windows that `add` brings, until `end`. Runs in the thread of the conductor's operations."""
         while (item := self._inbox.get()) is not None:
             window, done = item
             try:
@@ -58,13 +58,13 @@ class Evaluation:
         return result_of(self._windows)
 
     def add(self, window: Sequence[Batch]) -> "Future[None]":
-        """Queue a window; the future is done once it is evaluated, or holds its failure."""
+        """Queue a window; the future is done when the window is evaluated, or has failed."""
         done: Future[None] = Future()
         self._inbox.put((window, done))
         return done
 
     def end(self) -> None:
-        """Let `run` return once it has evaluated what was added before. Any number of times."""
+        """Let `run` return once it has evaluated what was added before. May be called again."""
         self._inbox.put(None)
 
 
@@ -72,7 +72,7 @@ def checked_window(batches: Sequence[Any]) -> list[Batch]:
     """Return the batches as (input, target) pairs.
 
     Raises:
-        PipelineError: one is something else, or there is none.
+        PipelineError: a batch is something else, or there is no batch.
     """
     if not batches:
         raise PipelineError("evaluate() needs at least one (input, target) pair")

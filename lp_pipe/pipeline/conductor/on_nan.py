@@ -1,4 +1,4 @@
-"""What becomes of a step whose loss or gradients are not finite: `add_pipeline(on_nan=...)`."""
+"""Steps whose loss or gradients are not finite: `add_pipeline(on_nan=...)` says what becomes of them."""
 
 import logging
 import math
@@ -16,22 +16,22 @@ _log = logging.getLogger(__name__)
 
 
 def check_on_nan(choice: Any, *, is_asynchronous: bool) -> None:
-    """Refuse what does not exist.
+    """Check the argument `on_nan`.
 
     Raises:
-        PipelineError: says what does.
+        PipelineError: there is no such choice, or not with this kind of schedule.
     """
     if choice not in CHOICES:
-        raise PipelineError(f"on_nan={choice!r}: known are {', '.join(map(repr, CHOICES))}")
+        raise PipelineError(f"on_nan={choice!r}: must be 'ignore', 'stop' or 'skip'")
     if choice == "skip" and is_asynchronous:
         raise PipelineError(
-            "on_nan='skip' with an asynchronous schedule, whose stages update before the step's loss is known: use "
-            "'stop', or a synchronous schedule, such as '1f1b'"
+            "on_nan='skip' does not work with an asynchronous schedule: its stages update before the step's loss is "
+            "known. Use 'stop', or a synchronous schedule such as '1f1b'"
         )
 
 
 class OnNan:
-    """For a synchronous schedule."""
+    """Decides whether a step of a synchronous schedule is left out."""
 
     def __init__(self, choice: str, workers: Workers) -> None:
         self._choice = choice
@@ -46,13 +46,13 @@ class OnNan:
         *,
         is_scaled: bool,
     ) -> str:
-        """Why the step is to be left out; "" when all is finite, or nobody minds.
+        """Return why the step is to be left out; "" when all is finite, or is not to be checked.
 
-        search: runs the step again and looks at everything. Before and after it the workers forget what the step has
-        changed, so that afterwards they are as before it.
+        search: runs the step again and looks at every layer. Before and after it the workers forget what the step has
+        changed, so that afterwards they are as before the step.
 
         Raises:
-            NonFiniteError: names the layer, where it is to stop.
+            NonFiniteError: with on_nan="stop"; names the layer.
         """
         # With a loss scale, gradients that are not finite are that scale's business.
         has_bad_gradients = not is_scaled and any(report.overflowed for report in reports)

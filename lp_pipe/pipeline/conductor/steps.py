@@ -1,4 +1,4 @@
-"""Steps of training as the conductor runs them on all workers: each is a whole, or nothing."""
+"""Steps of training on all workers: each step happens on all of them, or on none."""
 
 import contextlib
 import logging
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class Steps(ABC):
-    """Called by one thread.
+    """The steps of a pipeline, and how many are done. One thread calls the methods.
 
     done: the number of finished steps, which is the index of the next one.
     inconsistency: why the stages are not at the same step any more; None: they are.
@@ -67,26 +67,26 @@ class Steps(ABC):
     def step(
         self, batch: tuple[Any, Any] | None, more: int = 0, wanted: Wanted = NOTHING_MORE
     ) -> tuple[StepResult, StepTrace]:
-        """The next step. more: further ones that will be asked for.
+        """Take the next step. more: how many further steps the caller will ask for.
 
         Raises:
-            EndOfData: the feeder has no more.
+            EndOfData: the feeder has no more batches.
         """
 
     def go_on(self, count: int, batch: tuple[Any, Any] | None = None) -> list[StepTrace]:
-        """So many steps, each on this batch or on the feeder's next one, of which nobody wants but the traces."""
+        """Take `count` steps, each on this batch or on the feeder's next one; return their traces only."""
         return [self.step(batch, more)[1] for more in reversed(range(count))]
 
     @abstractmethod
     def settle(self) -> None:
-        """Let what has begun come to its end, before another operation."""
+        """Wait until steps that have begun are done, before another operation."""
 
     @abstractmethod
     def drop_lookahead(self) -> None:
-        """The workers have dropped what they had done of a step that nobody has begun."""
+        """Forget a step that was announced: the workers have dropped its first forwards."""
 
     def skip(self, why: str) -> StepResult:
-        """The next step without its batch and its update; the learning rate goes on as with it."""
+        """Skip the next step: no batch and no update. The learning rate goes on as with a step."""
         self.drop_lookahead()
         failure = self._apply(None, skip=True)
         step, self.done = self.done, self.done + 1
@@ -97,15 +97,15 @@ class Steps(ABC):
 
     @property
     def due(self) -> tuple[StepResult, ...]:
-        """Results of finished steps that whoever loops has not had yet."""
+        """Return the results of finished steps that the caller has not got yet."""
         return ()
 
     def take_due(self) -> int:
-        """A loop begins, which has these first; returns how many."""
+        """Let a new loop begin with the results that are due; return how many they are."""
         return 0
 
     def manifest(self) -> Manifest:
-        """What belongs to a checkpoint or mirror beside the workers' shares."""
+        """Return what belongs to a checkpoint or mirror beside the workers' shares."""
         return Manifest(self.done, self._config.seed, self.scale, self.due)
 
     def go_to(self, found: Manifest) -> None:
@@ -116,13 +116,13 @@ class Steps(ABC):
             self.scale = found.loss_scale or LossScale()
 
     def mark_inconsistent(self, why: str, error: BaseException | None = None) -> None:
-        """The stages are not at the same step any more; `go_to` follows once they are."""
+        """Note that the stages are not at the same step any more; `go_to` follows once they are."""
         what = f"{why}: {headline(error)}" if error is not None else why
         self.inconsistency, self._is_due_to_death = what, isinstance(error, Unavailable)
 
     @contextlib.contextmanager
     def inconsistent_on_failure(self, why: str) -> Iterator[None]:
-        """While the stages change one by one, so that after an exception they are not at the same step any more."""
+        """Mark the stages inconsistent if the body fails, in which they change one by one."""
         try:
             yield
         except BaseException as error:  # layers may end in SystemExit, too
@@ -130,15 +130,15 @@ class Steps(ABC):
             raise
 
     def check_consistent(self, *, only_reads: bool = False) -> None:
-        """Refuse to go on after half a step; to read what the stages have is allowed, with a warning.
+        """Refuse to go on while the stages are inconsistent; reading their weights is allowed, with a warning.
 
         Raises:
-            PipelineError, Unavailable: that is so; says why.
+            PipelineError, Unavailable: they are; says why.
         """
         if self.inconsistency is not None and only_reads and not self._is_due_to_death:
             _log.warning("the stages are not at the same step (%s): what is read is a mixture", self.inconsistency)
         elif self.inconsistency is not None:
-            # What a death has left behind is its echo, for whoever asks next, and no cause of its own.
+            # After a death, later operations fail because of it, and not for a reason of their own.
             kind = Unavailable if self._is_due_to_death else PipelineError
             raise kind(
                 f"the stages are not at the same step any more ({self.inconsistency}): load() a checkpoint to go on; "
@@ -146,10 +146,10 @@ class Steps(ABC):
             )
 
     def _batch(self, step: int, batch: tuple[Any, Any] | None, *, input_grad: bool = False) -> tuple[Any, Any, int]:
-        """Input, target and number of micro-batches."""
+        """Return input, target and number of micro-batches."""
         given = self._batches.get(step) if batch is None else batch
         if given is None:
-            # One that has raised for another stage says None from then on where it is a generator: no end of the data.
+            # A feeder that is a generator gives None after it has raised for another stage: that is no end of the data.
             self._workers.all(ConfirmEnd(step))
             raise EndOfData(f"the feeder has no batch for step {step}")
         value, target = check_pair(given, "step()")
@@ -166,7 +166,7 @@ class Steps(ABC):
         return StepTask(tag, step, microbatches, (value,), (target,), target_checksum(target) if from_feeder else None)
 
     def _task(self, rank: int, task: StepTask, *, from_feeder: bool) -> StepTask:
-        """Without the tensors that this rank does not need, or gets from the feeder itself."""
+        """Return the task without tensors that this rank does not need, or gets from the feeder itself."""
         sends = not from_feeder or rank == 0
         return task._replace(
             given=task.given if sends and rank in self._first else None,
@@ -176,11 +176,11 @@ class Steps(ABC):
     def _apply(self, total_norm: Tensor | None, skip: bool) -> BaseException | None:
         """Let all workers do the update.
 
-        Returns the error of a scheduler that has failed on all of them alike after the update, which is to be raised
-        once the step counts as done: the stages are at the same step.
+        Returns the error of a scheduler that has failed on all workers alike after the update. The stages are at the
+        same step, so it is to be raised once the step counts as done.
 
         Raises:
-            Exception: the update's own error; either no stage has done it, or they are inconsistent.
+            Exception: the update's own error. Either no stage has done the update, or they are inconsistent.
         """
         failure = None
         try:
@@ -201,11 +201,11 @@ class Steps(ABC):
             else:
                 self._mark_failed_update(self.done, error, updates)
                 raise
-        self._workers.new_tag()  # the step stays: what is discarded from now on is another one's
+        self._workers.new_tag()  # the step is done: what is discarded from now on belongs to another one
         return failure
 
     def _update_progress(self) -> dict[str, UpdateProgress]:
-        """Return what each worker has done of the update, by name; nothing if one has died or cannot be reached."""
+        """Return how far each worker has come with the update, by name; nothing if a worker has died."""
         try:
             return dict(self._workers.all(GetUpdateProgress()))
         except Unavailable:
@@ -234,7 +234,7 @@ class Steps(ABC):
 
 
 class SynchronousSteps(Steps):
-    """All gradients of a step, then one update."""
+    """Steps with one update each, after all gradients of the step."""
 
     def __init__(self, config: PipelineConfig, workers: Workers, feeder: Any) -> None:
         super().__init__(config, workers, feeder)
@@ -243,12 +243,12 @@ class SynchronousSteps(Steps):
     def step(
         self, batch: tuple[Any, Any] | None, more: int = 0, wanted: Wanted = NOTHING_MORE
     ) -> tuple[StepResult, StepTrace]:
-        """One after another, whatever more will come."""
+        """Take one step. more: makes no difference here."""
         start = time.monotonic()
         value, target, microbatches = self._batch(self.done, batch, input_grad=wanted.input_grad)
         task = self._task_of(0, self.done, (value, target, microbatches), from_feeder=batch is None)
         task = task._replace(wanted=wanted)
-        # A layer may write to its input; the search is to find what the step has found.
+        # A copy: a layer may write to its input, and the search must see what the step has seen.
         again = task if self._config.on_nan == "ignore" else task._replace(given=(apart((value, value))[1],))
         scale = self.scale
         factor = scale.factor if scale is not None else None
@@ -290,14 +290,14 @@ class SynchronousSteps(Steps):
         return self._outcome(task, reports, began, pipe_s, **options)
 
     def settle(self) -> None:
-        """Nothing runs on."""
+        """Do nothing: no step runs on."""
 
     def drop_lookahead(self) -> None:
-        """Nothing is done ahead."""
+        """Do nothing: no step is announced."""
 
     @contextlib.contextmanager
     def _leaving_nothing(self) -> Iterator[None]:
-        """Between the backwards and the update: after an exception the next step would add to the gradients."""
+        """Discard the gradients if the body fails: the next step would add to them."""
         try:
             yield
         except BaseException:
@@ -305,7 +305,7 @@ class SynchronousSteps(Steps):
             raise
 
     def _total_norm(self, reports: Sequence[Report]) -> Tensor | None:
-        """Of all gradients, from those of the parameters in their order, as one process has them."""
+        """Return the norm of all gradients, from the parameters' norms in the order of one process."""
         norms = self._config.names.whole_of_parameters(report.gradient_norms for report in reports)
         return total_norm(list(norms.values()), self._workers.own.device)
 
@@ -316,15 +316,16 @@ def summed(reports: Sequence[Report]) -> tuple[float, Totals]:
 
 
 class ForwardOnlySteps(SynchronousSteps):
-    """Refuses them; all else is as between two steps."""
+    """Refuses steps; the pipeline is for inference, and all other operations are as between two steps."""
 
     def step(self, batch: tuple[Any, Any] | None, more: int = 0, wanted: Wanted = NOTHING_MORE) -> NoReturn:
-        """
+        """Refuse to take a step.
+
         Raises:
             ScheduleError: says what such a pipeline is for.
         """
         name = self._config.schedule_for(self._config.microbatches).name
         raise ScheduleError(
-            f"schedule {name!r} has no backwards, so that this pipeline takes no steps: it is for forward(), "
-            "forward_stream() and evaluate(), which every other schedule has, too: to train, say schedule='1f1b'"
+            f"schedule {name!r} has no backwards: the pipeline can forward(), forward_stream() and evaluate(), but "
+            "takes no steps. To train, use another schedule, such as schedule='1f1b'"
         )

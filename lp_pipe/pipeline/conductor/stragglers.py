@@ -1,4 +1,4 @@
-"""Who tells of stragglers: in the log and the metrics once, and to those who ask."""
+"""Stragglers: stage workers that take much longer than they should, by the times that every step reports anyway."""
 
 import logging
 from collections import deque
@@ -16,12 +16,12 @@ _WARM_UP = 3  # steps that are always slow: memory is allocated, kernels are cho
 _WINDOW = 15  # steps whose median counts, so that a few slow ones do not
 _EVERY = 5  # steps between two looks
 _SLOW, _WELL_AGAIN = 2.0, 1.5
-_NOISE_S = 1e-3  # per micro-batch; what is closer to its expected time than that is nobody's trouble
+_NOISE_S = 1e-3  # per micro-batch: smaller differences from the expected time do not matter
 
 
 @dataclass(frozen=True)
 class SlowWorker:
-    """A worker's place, and its seconds per micro-batch: what they are, what they should be, and says who."""
+    """A slow worker's rank, and its seconds per micro-batch. by: where the expected seconds come from."""
 
     rank: int
     measured_seconds: float
@@ -35,10 +35,10 @@ class SlowWorker:
 
 
 class StragglerDetector:
-    """predicted: a plan's seconds per micro-batch of one replica, by worker.
+    """Finds stragglers. predicted: a plan's seconds per micro-batch of one replica, by worker.
 
-    Where there is no plan, a worker is compared with the other replicas of its stages, and with its own first steps.
-    What all take longer for since then, such as larger batches or a busy host, makes no straggler.
+    Without a plan, a worker is compared with the other replicas of its stages, and with its own first steps.
+    Larger batches or a busy host, which slow down all workers alike, make no straggler.
     """
 
     def __init__(self, ranks: Ranks, predicted: Mapping[int, float]) -> None:
@@ -51,9 +51,9 @@ class StragglerDetector:
         self.slow: dict[int, SlowWorker] = {}  # now, by rank
 
     def note(self, busy_s: Sequence[float], microbatches: int) -> tuple[list[SlowWorker], list[int]]:
-        """A step's seconds of computation, by rank.
+        """Take note of a step's seconds of computation, by rank.
 
-        Returns who has become slow by it, and the ranks that were and are not any more.
+        Returns the workers that have become slow, and the ranks of those that are not slow any more.
         """
         self._steps += 1
         if self._steps <= _WARM_UP:
@@ -66,7 +66,7 @@ class StragglerDetector:
         return self._look() if is_time else ([], [])
 
     def begin_again(self) -> None:
-        """A worker was restarted, perhaps on another host. What the first steps took is still what counts as usual."""
+        """Forget recent steps, but not the first ones: a worker was restarted, perhaps on another host."""
         for recent in self._recent:
             recent.clear()
         self._steps, self.slow = 0, {}
@@ -81,7 +81,7 @@ class StragglerDetector:
         return news, well
 
     def _slow(self, rank: int, medians: Sequence[float]) -> SlowWorker | None:
-        """By the comparison that is the worst for it; None where it is well."""
+        """Return the comparison in which the worker is slowest; None if it is not slow."""
         measured = medians[rank]
         found = [
             SlowWorker(rank, measured, expected, by)
@@ -99,7 +99,7 @@ class StragglerDetector:
         return [*found, (median(others), "by the other replicas of its stage")] if others else found
 
     def _others_ratio(self, rank: int, medians: Sequence[float]) -> float:
-        """How many times slower all others have become at least; 0 where there are none."""
+        """Return how many times slower all others have become at least; 0 without others."""
         pairs = enumerate(zip(medians, self._usual, strict=True))
         ratios = [now / usual for other, (now, usual) in pairs if other != rank and usual]
         return max(1.0, min(ratios)) if ratios else 0.0
@@ -109,7 +109,7 @@ _log = logging.getLogger(__name__)
 
 
 class Stragglers:
-    """Of a pipeline, for its conductor. now: those that there are."""
+    """The stragglers of a pipeline. Each is reported once, in the log and the metrics."""
 
     def __init__(self, config: PipelineConfig, workers: Workers) -> None:
         self._places = config.ranks.places
@@ -119,22 +119,22 @@ class Stragglers:
 
     @property
     def now(self) -> list[Straggler]:
-        """Asked in any thread, while the conductor's takes note of steps."""
+        """Return the current stragglers. Any thread may ask, while the conductor's thread takes note of steps."""
         found = dict(self._by_rank)
         return [found[rank] for rank in sorted(found)]
 
     def begin_again(self) -> None:
-        """A worker was restarted, perhaps on another host: who is slow then is told of anew, with where it is."""
+        """Forget the stragglers: a worker was restarted, perhaps on another host. A slow one is then reported again."""
         self._pace.begin_again()
         self._by_rank = {}
 
     def note(self, step: int, reports: Sequence[Report], microbatches: int) -> None:
-        """A step has ended."""
+        """Take note of a finished step."""
         news, well = self._pace.note([report.busy_s for report in reports], microbatches)
         for rank in well:
             found = self._by_rank.pop(rank, None)
             if found is None:
-                continue  # a worker died while the others were asked where they run: nobody was told
+                continue  # not reported: a worker died while the others were asked where they run
             _log.warning("%s on %s is no straggler any more, after step %d", found.node, found.host, step)
             log_metrics({f"straggler/{found.node}": 1.0}, step)
         if not news:

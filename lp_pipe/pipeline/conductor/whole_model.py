@@ -1,4 +1,4 @@
-"""The whole model, which the workers have in parts: its state, its fingerprint, and its checkpoints."""
+"""The whole model, of which each worker has a part: its state, its fingerprint, and its checkpoints."""
 
 import contextlib
 import hashlib
@@ -42,49 +42,49 @@ from lp_pipe.training.tensor_archive import dense_parts, elements_of
 
 _log = logging.getLogger(__name__)
 
-_COPY_PATIENCE_S = 60.0  # a client asks for the writing at once
+_COPY_PATIENCE_S = 60.0  # a client asks at once for the copy to be written
 
 
 class Copy(NamedTuple):
-    """A checkpoint that is not written yet: the workers hold their shares of it."""
+    """A checkpoint that is not written yet; the workers hold their shares of it."""
 
     version: str
     manifest: Manifest
 
 
 class WholeModel:
-    """Called by one thread, between operations. Of replicas the first one speaks for all."""
+    """The model of a pipeline. One thread uses it, between operations. The first replica speaks for all."""
 
     def __init__(self, config: PipelineConfig, workers: Workers) -> None:
         self._config = config
         self._workers = workers
         self._ranks = config.ranks.firsts
-        self._unwritten: dict[str, float] = {}  # copies that nobody has begun to write, with their time
-        # Of two that write to one folder, who ends first deletes the other's files, as those of an older checkpoint; of
-        # workers that read meanwhile, each might read another one.
+        self._unwritten: dict[str, float] = {}  # copies, with their time, that are not being written yet
+        # Two saves into one folder: the one that ends first would delete the other's files as those of an older
+        # checkpoint. Workers that read meanwhile might each read another checkpoint.
         self._one_at_a_time = threading.Lock()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """In the order of the layers: virtual stages of one worker may lie apart."""
+        """Return the state in the order of the layers: virtual stages of one worker may lie apart."""
         return self._config.names.whole(self._workers.some(self._ranks, GetState()))
 
     def copied_state(self) -> dict[str, Tensor]:
-        """The next operation may change this worker's tensors before they have gone to the caller."""
+        """Return a copy of the state: the next operation may change this worker's tensors before they are sent."""
         state = self.state_dict()
         formats = [part.items() for part in self._workers.some(self._ranks, GetStateFormats())]
         copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
         return with_formats(copies, dict(itertools.chain.from_iterable(formats)))
 
     def checked(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What every worker can take its part of, before one of them changes anything.
+        """Return the state such that every worker can take its part of it.
 
         Raises:
-            PipelineError: names are missing or unknown, or a shape differs.
+            PipelineError: names are missing or unknown, or a shape differs; no worker has changed anything.
         """
         known = self.state_dict()
         check_names(state, known, "state_dict")
         check_shapes(state, known, "state_dict", self._taken)
-        # As where layers share it: the last value that is copied into a parameter stays.
+        # As in one process, where layers share the parameter: the last value that is copied into it stays.
         position = {name: index for index, name in enumerate(known)}
         own = [{*names} & position.keys() for names in self._config.names.tied]  # hooks of state_dict may save others
         groups = [sorted(names, key=position.__getitem__) for names in own if names]
@@ -95,7 +95,7 @@ class WholeModel:
         return {name for names in self._workers.some(self._ranks, FindLoadable(state)) for name in names}
 
     def fingerprint(self) -> str:
-        """sha256 over all parameters and buffers."""
+        """Return the sha256 of all parameters and buffers."""
         digest = hashlib.sha256()
         for value in self.state_dict().values():
             if not isinstance(value, Tensor):
@@ -105,13 +105,13 @@ class WholeModel:
         return digest.hexdigest()
 
     def save(self, path: Path, manifest: Manifest) -> None:
-        """Write a checkpoint folder; the metadata, written last, makes it one."""
+        """Write a checkpoint folder. The metadata comes last: without it the folder is no checkpoint."""
         self.write_copy(path, self._held(manifest, copy=False))
 
     def copy(self, manifest: Manifest) -> "Copy":
         """Copy what a checkpoint holds, in each worker's memory.
 
-        Who has asked for it may die before it asks for it to be written: the next copy ends one that has waited long.
+        A client may die before it asks for its copy to be written: the next copy drops one that has waited long.
         """
         for version, copied_at in list(self._unwritten.items()):
             if time.monotonic() - copied_at > _COPY_PATIENCE_S and self._unwritten.pop(version, None) is not None:
@@ -121,18 +121,18 @@ class WholeModel:
         return copied
 
     def write_copy(self, path: Path, copy: "Copy") -> list[str]:
-        """Write it; any thread may, while operations go on. One after another. Returns the names of the files.
+        """Write a copy; return the names of the files. Any thread may, while operations go on; one writes at a time.
 
         Raises:
-            CheckpointError: it cannot be written.
-            Unavailable: the workers do not hold it any more.
+            CheckpointError: the files cannot be written.
+            Unavailable: the workers do not hold the copy any more.
         """
         self._unwritten.pop(copy.version, None)
         with _saying_where(path), self._or_forget(copy.version), self._one_at_a_time:
             return self._write(path, copy)
 
     def _held(self, manifest: Manifest, *, copy: bool) -> "Copy":
-        # New names: until the new metadata replaces the old one, the checkpoint that was there before stays whole.
+        # New names: the checkpoint that was there before stays complete until the new metadata replaces the old one.
         version = f"step-{manifest.step}-{secrets.token_hex(4)}"
         with self._or_forget(version):
             self._workers.some(self._ranks, HoldShare(version, copy))
@@ -157,7 +157,7 @@ class WholeModel:
             raise
 
     def _remove(self, path: Path, version: str) -> None:
-        """What was written of one that has failed."""
+        """Remove the files of a checkpoint that has failed."""
         remove_shares(path, version)
         with contextlib.suppress(Exception):  # a worker that has died is the cause, or comes after it
             self._workers.some(self._ranks, RemoveShare(str(path), version))
@@ -172,7 +172,7 @@ class WholeModel:
             raise
 
     def read(self, path: Path, *, strict: bool = True) -> Manifest:
-        """Let every worker read its part of a checkpoint folder, before one of them changes anything in `adopt`.
+        """Let every worker read its part of a checkpoint folder; nothing changes before `adopt`.
 
         strict: names and shapes must be those of this model.
         """
@@ -202,7 +202,7 @@ class WholeModel:
         return found
 
     def adopt(self) -> None:
-        """Take what was read."""
+        """Let every worker go on from what it has read."""
         self._workers.all(AdoptCheckpoint())
 
 
@@ -223,6 +223,6 @@ def _make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise CheckpointError(
-            f"cannot save to {path}: a checkpoint is a folder, and there is a file of that name, or in its path: give "
-            "another path; one file of the weights alone is what export() writes"
+            f"cannot save to {path}: a checkpoint is a folder, but there is a file of that name, or in its path. Give "
+            "another path, or use export(), which writes the weights alone into one file"
         ) from error

@@ -1,4 +1,4 @@
-"""All workers of a pipeline, as the one that conducts it calls them."""
+"""All workers of a pipeline, as the conductor calls them: commands to several at a time, and their failures."""
 
 import contextlib
 import logging
@@ -17,7 +17,7 @@ from lp_pipe.rpc.calls import add_quick_callback
 from lp_pipe.rpc.daemon_pool import DaemonPool
 from lp_pipe.rpc.remote_error import headline
 
-_MOST_SAID = 1000  # characters of a failure, to workers that only end because of it
+_MOST_SAID = 1000  # characters of a failure that is told to workers which only end because of it
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def _started(peer: WorkerClient, command_for: "Callable[[int], Command[Reply]]",
 class Attempt(Generic[Reply]):
     """The replies to an operation, or its failures, the first of which frees all workers.
 
-    watchers: where failures are handled of which nobody has asked yet.
+    watchers: threads that handle failures before `replies` is called.
     """
 
     def __init__(self, abort: Callable[[str], None], futures: "Sequence[Future[Reply]]", watchers: DaemonPool) -> None:
@@ -138,13 +138,13 @@ class Attempt(Generic[Reply]):
             add_quick_callback(future, self._notice)
 
     def ended(self) -> float:
-        """When the last reply came, after `replies`, in time.monotonic() seconds: perhaps long before that."""
+        """Return when the last reply came, in time.monotonic() seconds; after `replies`, which may be much later."""
         now = time.monotonic()  # first, so that it is never after the end of the operation behind this one
-        # A future wakes who waits for it before it calls `_notice`: then it is now.
+        # A future wakes the waiting thread before it calls `_notice`: then the reply came now.
         return max(self._ends) if len(self._ends) == len(self._futures) else now
 
     def failure(self) -> BaseException | None:
-        """What `replies` raises, if it does."""
+        """Return what `replies` raises, or None."""
         try:
             self.replies()
         except BaseException as error:
@@ -152,7 +152,7 @@ class Attempt(Generic[Reply]):
         return None
 
     def replies(self) -> list[Reply]:
-        """Wait for all of them.
+        """Wait for all replies.
 
         Raises:
             Exception: the failure that came first; a worker that only lost its neighbour does not count as first.
@@ -164,7 +164,7 @@ class Attempt(Generic[Reply]):
         return [future.result() for future in self._futures]
 
     def fail(self, error: BaseException) -> None:
-        """Take note of a failure, and end the operation on the other workers."""
+        """Note a failure; the first one ends the operation on the other workers."""
         with self._lock:
             if any(error is known for known in self._errors):
                 return
@@ -174,7 +174,7 @@ class Attempt(Generic[Reply]):
             self._abort(f"the operation failed on another stage: {headline(error)[:_MOST_SAID]}")
 
     def _notice(self, future: "Future[Any]") -> None:
-        """In the thread that has read the reply: others wait for it to read on."""
+        """Take note of a reply, in the thread that has read it: other threads wait for it to read on."""
         self._ends.append(time.monotonic())
         if future.exception() is not None:
             self._watchers.submit(self._watch_aside, future)
@@ -182,7 +182,7 @@ class Attempt(Generic[Reply]):
     def _watch_aside(self, future: "Future[Any]") -> None:
         try:
             self._watch(future)
-        except Exception:  # the thread is for further failures, too
+        except Exception:  # the thread has to handle further failures, too
             _log.exception("after a failure the other workers could not be freed from waiting")
 
     def _watch(self, future: "Future[Any]") -> None:
@@ -192,9 +192,9 @@ class Attempt(Generic[Reply]):
 
 
 def first_cause(errors: Sequence[BaseException]) -> BaseException:
-    """The first one; a worker that only lost its neighbour does not count as first.
+    """Return the first failure; a worker that only lost its neighbour does not count as first.
 
-    Of stages that all met numbers that are not finite, the one that made them: which one says so first is chance.
+    If several stages met numbers that are not finite, it is the stage that made them, whichever reported first.
     """
     located = [error for error in errors if isinstance(error, NonFiniteError)]
     if located:

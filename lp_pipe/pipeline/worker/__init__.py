@@ -1,1 +1,1 @@
-"""One stage worker: its share of a schedule, its channels, its optimizer."""
+"""A stage worker: its share of a schedule, its channels, its optimizer."""

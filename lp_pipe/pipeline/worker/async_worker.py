@@ -24,7 +24,7 @@ from lp_pipe.training.buffer_snapshot import BufferSnapshot
 
 
 class StepOrder:
-    """Called by the threads of several steps, each of which has a tag, and by whoever aborts them."""
+    """The order of the steps that a worker was asked for: one after the other. Each step has a thread and a tag."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -33,10 +33,10 @@ class StepOrder:
 
     @contextmanager
     def step(self, tag: int, after: int) -> Iterator[None]:
-        """Step `tag` is the body, once step `after` has ended (0: there is none).
+        """Let the body be step `tag`: it begins once step `after` has ended (0: there is none).
 
         Raises:
-            ChannelClosed: that one has failed, or this one was aborted.
+            ChannelClosed: step `after` has failed, or step `tag` was aborted.
         """
         has_ended = False
         try:
@@ -50,7 +50,7 @@ class StepOrder:
                 self._changed.notify_all()
 
     def abort(self, tag: int, reason: str) -> None:
-        """Let steps up to `tag` that still wait fail."""
+        """Make steps up to `tag` fail that still wait."""
         with self._changed:
             self._aborted = (tag, reason)
             self._changed.notify_all()
@@ -61,15 +61,15 @@ class StepOrder:
             if self._aborted[0] >= tag:
                 raise ChannelClosed(self._aborted[1])
             if after and self._failed == after:
-                raise ChannelClosed("the step before has failed")
+                raise ChannelClosed(f"step with tag {tag} does not begin: the step before it, tag {after}, has failed")
 
 
 class Lookahead(ABC):
-    """What a worker has beside its current step: forwards of the next step, and earlier weights."""
+    """Forwards of the next step, and earlier weights: all that a worker has beside its current step."""
 
     @abstractmethod
     def abort(self, tag: int, reason: str) -> None:
-        """Let operations up to `tag` that have not begun fail."""
+        """Make operations up to `tag` fail that have not begun."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -93,7 +93,7 @@ class Lookahead(ABC):
 
 
 class NoLookahead(Lookahead):
-    """What a worker of a synchronous schedule has: nothing beside its current step."""
+    """The lookahead of a synchronous schedule: a worker has nothing beside its current step."""
 
     def abort(self, tag: int, reason: str) -> None:
         pass
@@ -115,10 +115,11 @@ class NoLookahead(Lookahead):
 
 
 class AsyncWorker(Lookahead):
-    """One replica of a stage, in node `name`. timings: of all stages. share: (replica, replicas).
+    """Runs the steps of an asynchronous schedule for one replica of a stage, in node `name`.
 
-    Where all stages update after the same micro-batches, the loss weights of these add up to 1, as in a step. Else each
-    micro-batch has the weight 1 when its gradients come along, and a stage takes the mean of its group's.
+    timings: of all stages. share: (replica, replicas).
+    If all stages update after the same micro-batches, the loss weights of these add up to 1, as in a step. Otherwise
+    each micro-batch's gradients have the weight 1 on the way, and a stage takes the mean over its update group.
     """
 
     def __init__(
@@ -149,9 +150,9 @@ class AsyncWorker(Lookahead):
         self._doing = self._training_actions
         self._modules = stage.modules()
         self._versions = WeightVersions(self._modules, training.named_parameters)
-        self._next: Operation | None = None  # of which some forwards are done
+        self._next: Operation | None = None  # the next step, some forwards of which are done
         self._forwarded = 0
-        self._boundary: BufferSnapshot | None = None  # before these
+        self._boundary: BufferSnapshot | None = None  # the buffers before these forwards
         self._order = StepOrder()
 
     def run(self, task: StepTask, following: StepTask | None, after: int) -> Report:
@@ -161,7 +162,7 @@ class AsyncWorker(Lookahead):
 
         Raises:
             Exception: a layer's own, with a note that says where; the optimizer's.
-            ChannelClosed: a neighbour has ended, or the operation was aborted.
+            ChannelClosed: a neighbour has ended, or the step was aborted.
         """
         with self._order.step(task.tag, after):
             try:
@@ -195,13 +196,13 @@ class AsyncWorker(Lookahead):
         return [{"newest": self._versions.newest, "older": self._versions.older()}]
 
     def restore(self, versions: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from those of the workers that wrote a checkpoint, with the weights that are of this stage now.
+        """Go on from the versions of the workers that wrote a checkpoint, with the weights that this stage has now.
 
-        Where the stages are cut otherwise now, or update at other times, older weights may be missing: then forwards
-        use the oldest ones that there are.
+        If the stages are cut otherwise now, or update at other times, older weights may be missing: then forwards use
+        the oldest ones that there are.
         """
         self.discard()
-        own = [state for state in versions if state["older"]] or versions  # the others have counted their own updates
+        own = [state for state in versions if state["older"]] or versions  # the others count other updates
         newest = max((state["newest"] for state in own), default=0)
         older: dict[int, dict[str, Tensor]] = {}
         for state in own:
@@ -251,7 +252,7 @@ class AsyncWorker(Lookahead):
         self._execution.run([action], operation, self._doing)
 
     def _update(self, task: StepTask, first: int, turn: Turn) -> None:
-        """With the gradients of the turn's update group; `first` is the number of groups before the step."""
+        """Update with the gradients of the turn's update group. first: the number of groups before the step."""
         group, microbatches = first + turn.group, self._in_group(turn.group, task.microbatches)
         self._versions.take_gradients(self._version_of(group))
         if self._guard is not None:

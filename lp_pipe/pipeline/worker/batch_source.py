@@ -1,4 +1,4 @@
-"""Batches from the feeder, asked for one step ahead."""
+"""Batches from the feeder, asked for one step ahead, and whether two workers got the same ones."""
 
 import zlib
 from concurrent.futures import Future
@@ -15,14 +15,14 @@ from lp_pipe.training.tensor_archive import elements_of
 
 
 class BatchSource:
-    """Asks a feeder's `batch(step)`; the next step's batch travels while this step computes."""
+    """Gets batches from a feeder's `batch(step)`; the next step's batch travels while this step computes."""
 
     def __init__(self, feeder: Any) -> None:
         self._feeder = feeder
         self._prefetched: tuple[int, Future[Any]] | None = None
 
     def get(self, step: int) -> tuple[Any, Any] | None:
-        """The batch of a step, or None at the end of the data.
+        """Return the batch of a step, or None at the end of the data.
 
         Raises:
             PipelineError: the pipeline has no feeder, or the feeder returned something else than a pair.
@@ -43,10 +43,11 @@ class BatchSource:
         return pair
 
     def confirm_end(self, step: int) -> None:
-        """Somebody else was told that the data ends before this step; what this worker was told, if it has asked.
+        """Check that this worker, if it has asked for the step's batch, got None as the first stage did.
 
         Raises:
-            PipelineError: it was a batch. Or whatever the feeder has raised.
+            PipelineError: the feeder gave a batch.
+            Exception: the feeder's own.
         """
         if self._prefetched is None or self._prefetched[0] != step:
             return
@@ -60,9 +61,9 @@ class BatchSource:
             )
 
     def drop_prefetched(self) -> None:
-        """Forget the next batch: the pipeline goes on from somewhere else, perhaps because the feeder has died.
+        """Forget the next batch: the pipeline goes on from another step, perhaps because the feeder has died.
 
-        A call that still waits for the feeder to be up is never sent. A feeder with a state has gone back by then, and
+        A call that still waits for the feeder to be up is never sent: a feeder with a state has gone back by then, and
         would draw a batch that nothing uses.
         """
         if self._prefetched is not None:
@@ -74,10 +75,10 @@ _NUMBERS = 64  # of each tensor: a step has time for that, whatever a target's s
 
 
 def target_checksum(target: Any) -> int:
-    """A checksum of the shapes and of some numbers; equal for equal targets.
+    """Return a checksum of the shapes and of some numbers; equal for equal targets.
 
-    Of the target, not of the input: samples that are drawn twice from `next(iterator)` have others, while inputs that
-    are augmented at random, each time anew, still belong to it.
+    The target is checked, not the input: samples that are drawn twice from `next(iterator)` have different targets,
+    while inputs that are augmented at random, each time anew, keep theirs.
     """
     found = 0
     for leaf in pytree.tree_leaves(target):
@@ -88,6 +89,6 @@ def target_checksum(target: Any) -> int:
 
 def _some_numbers(tensor: Tensor) -> memoryview:
     flat = tensor.reshape(-1)
-    # An odd distance, or of images it would look at one column.
+    # An odd distance: an even one would pick numbers of a single column of an image.
     some = flat[:: len(flat) // _NUMBERS | 1]
     return elements_of(some.resolve_conj().resolve_neg().contiguous())

@@ -1,4 +1,4 @@
-"""How one stage worker names another one's channels in its arguments."""
+"""The handle by which a stage worker gets at the channels of another one."""
 
 import functools
 from collections.abc import Callable
@@ -15,18 +15,18 @@ from lp_pipe.telemetry import waits
 
 
 class ChannelTarget:
-    """Where a neighbour receives tensors."""
+    """The hub of channels at which a neighbour receives tensors."""
 
     def __init__(self, resolve: "Callable[[], Future[str]]", target: waits.Target) -> None:
-        self._resolve = resolve  # again for each channel: the neighbour may have been restarted elsewhere
+        self._resolve = resolve  # called for each channel: the neighbour may have been restarted elsewhere
         self._target = target
 
     def open(self, channel: str, *, kind: str, name: str, device: torch.device = CPU) -> Sender:
-        """Connect to one of the neighbour's channels; waits until it listens. device: where the sent tensors are.
+        """Connect to one of the neighbour's channels; wait until it listens. device: where the sent tensors are.
 
         Raises:
             Unavailable: the neighbour has failed.
-            ValueError: this kind of channel does not fit.
+            ValueError: this kind of channel does not work between these nodes.
         """
         with waits.waiting(waits.RESOLVE, self._target, f"channel {channel!r}"):
             endpoint = self._resolve().result()
@@ -34,7 +34,7 @@ class ChannelTarget:
 
 
 class ChannelHandle(Handle[ChannelTarget]):
-    """A handle of the hub of channels that a stage worker owns beside its server."""
+    """A handle for the hub of channels that a stage worker has beside its server."""
 
     def __init__(self, address: Address, node_name: str, kind: str = "auto") -> None:
         super().__init__()
@@ -49,6 +49,6 @@ class ChannelHandle(Handle[ChannelTarget]):
     def dereference(self) -> ChannelTarget:
         services = services_for(self._address.id)
         if services is None:
-            raise RuntimeError(f"cannot reach the channels of {self.node_name}: its program was not launched yet")
+            raise RuntimeError(f"cannot reach the channels of {self.node_name}: launch its program first")
         target = waits.Target("", self._address.id, self.node_name)
         return ChannelTarget(functools.partial(services.resolve, self._address.id), target)

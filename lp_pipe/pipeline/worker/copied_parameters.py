@@ -1,4 +1,4 @@
-"""Parameters to which forwards write, such as those of an Embedding with max_norm, where others have copies of them."""
+"""Parameters that have copies elsewhere, to which no forward may write, as that of an Embedding with max_norm does."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -21,9 +21,9 @@ _KEPT = (
 
 
 class CopiedParameters:
-    """Those of a worker of which there are copies: replicas of a stage, who borrows a tied one, and older weights.
+    """The parameters of a worker that have copies: in replicas, in stages with the same tied one, as older weights.
 
-    All copies are the same (older weights are what they were) only as long as nobody but the optimizer writes to one.
+    The copies stay equal, and older weights what they were, only as long as nothing but the optimizer writes to them.
     """
 
     def __init__(self, config: PipelineConfig, stages: Mapping[int, Stage]) -> None:
@@ -35,29 +35,32 @@ class CopiedParameters:
                 self._why.setdefault(name, why)
         modules = [module for stage in stages.values() for module in stage.modules()]
         places = {id(p): (module, own) for module in modules for own, p in parameters_of(module).items()}
-        self._places = {name: places[id(p)] for name, p in copied.items()}  # where older weights may stand in for it
+        self._places = {name: places[id(p)] for name, p in copied.items()}  # a parameter's or its older weights'
         users = parameters_of_user_modules(modules)
         self._suspects = {name for name, p in copied.items() if id(p) in users}  # none after the first check
-        self._held: dict[str, Tensor] = {}  # by the suspects, before it
+        self._held: dict[str, Tensor] = {}  # the suspects' values before the first check
 
     def states(self, *, trains: bool) -> dict[str, tuple[int, Tensor]]:
-        """To be checked after an operation's forwards and backwards. Holds their memory, or others might get it."""
-        if trains:  # the first time with copies, which show what is written to .data, as by an ActNorm
+        """Return the parameters' states before an operation, for `check` after it.
+
+        A state holds the parameter's memory, which could otherwise be given to another tensor."""
+        if trains:  # at first, copies show what is written to .data, as by an ActNorm
             self._held = {name: self._now(name).detach().to(CPU, copy=True) for name in self._suspects}
         present = {name: self._now(name) for name in self._places}
         return {name: (version_of(parameter), parameter.data) for name, parameter in present.items()}
 
     def check(self, before: Mapping[str, tuple[int, Tensor]]) -> None:
-        """
+        """Refuse forwards that have written to a parameter since `states`.
+
         Raises:
-            PipelineError: a forward has written to one since.
+            PipelineError: one has.
         """
         for name, (version, memory) in before.items():
             parameter = self._now(name)
             is_other = version_of(parameter) != version or parameter.data_ptr() != memory.data_ptr()
             if is_other or self._holds_something_else(name):
                 raise PipelineError(
-                    f"a forward writes to parameter {name!r}, as an Embedding with max_norm does, but {self._why[name]}"
+                    f"a forward writes to parameter {name!r}, as Embedding(max_norm=…) does, but {self._why[name]}"
                 )
         if self._held:
             self._suspects, self._held = set(), {}
@@ -69,12 +72,12 @@ class CopiedParameters:
     def _now(self, name: str) -> nn.Parameter:
         module, own = self._places[name]
         parameter = parameters_of(module)[own]
-        assert parameter is not None, "only those that there are have a place"
+        assert parameter is not None, "a place is that of a parameter"
         return parameter
 
 
 def _copied(config: PipelineConfig, stages: Mapping[int, Stage]) -> Iterator[tuple[_Named, str]]:
-    """Which there are copies of, and why none may be written to."""
+    """Yield the parameters that have copies, and the rest of the message if a forward writes to one."""
     for index, stage in stages.items():
         if config.is_asynchronous and config.timings[index].delay:
             yield stage.named_parameters(), _KEPT

@@ -1,4 +1,4 @@
-"""Actions of a schedule, done on a worker's stages: what comes from where, what is computed, and where it goes."""
+"""The executor of a schedule's actions on a worker's stages: receives, computes and sends what each action needs."""
 
 import itertools
 import time
@@ -34,8 +34,8 @@ from lp_pipe.training.rng import step_rng
 class Operation:
     """The state of the operation that is running.
 
-    weights: of the micro-batches' losses in the report; gradient_weights: in the gradients, where these differ.
-    first_number: under which number its first micro-batch is stashed, where operations overlap.
+    weights: of the micro-batches' losses in the report. gradient_weights: in the gradients, if these differ.
+    first_number: the number under which the first micro-batch is stashed, if operations overlap.
     """
 
     tag: int
@@ -48,15 +48,15 @@ class Operation:
     gradient_weights: list[float] | None = None
     first_number: int = 0
     wanted: Wanted = NOTHING_MORE
-    losses: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # with the gradients they begin with
+    losses: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # and the gradients they begin with
 
     def draws(self, microbatch: int) -> tuple[int, int]:
-        """The step and micro-batch of `step_rng`; evaluations draw the same for all."""
+        """Return the step and micro-batch for `step_rng`; all micro-batches of an evaluation draw the same numbers."""
         return (self.step, 0 if self.step == EVALUATION else microbatch)
 
     @property
     def when(self) -> str:
-        """For whoever reads of it."""
+        """Say which operation this is, for messages."""
         return "in eval mode" if self.step == EVALUATION else f"step {self.step}"
 
 
@@ -64,9 +64,10 @@ RunAction = Callable[[Action, Operation], None]
 
 
 class _Route(NamedTuple):
-    """What an action is in every operation; to look all of it up takes as long as a small layer.
+    """The part of an action that is the same in every operation: to look it up takes as long as a small layer.
 
-    receive: of an operation's tag; None: its input is the batch's, or its gradient the loss's. send: likewise.
+    receive: gets the input or gradient of the operation with a tag; None: it comes from the batch, or the loss.
+    send: sends the result; None: there is nowhere to send it.
     """
 
     name: str
@@ -77,26 +78,26 @@ class _Route(NamedTuple):
     send: Callable[[int, Any], None] | None
 
     def input_of(self, operation: Operation) -> Message:
-        """A forward's."""
+        """Return the input of a forward."""
         if self.receive is None:
             value = operation.inputs[self.microbatch]
             return with_gradient(value) if operation.wanted.input_grad else Message(value, ())
         return Message(*self.receive(operation.tag))
 
     def hand_on(self, operation: Operation, value: Any) -> None:
-        """A forward's output, to the next stage if there is one."""
+        """Send a forward's output to the next stage, if there is one."""
         if self.send is not None:
             self.send(operation.tag, self.stage.message_of(value).parts)
 
     def note(self, operation: Operation, start: float) -> None:
-        """It is done, and has computed since `start`."""
+        """Report that the action is done, and has computed since `start`."""
         end = time.monotonic()
         operation.report.busy_s += end - start
         operation.report.spans.append((self.name, start, end))
 
 
 class Execution:
-    """Runs actions on `stages`, which a worker named `name` has; the channels are those of `links` and `side`."""
+    """Runs actions on `stages` of the worker `name`, over the channels of `links` and `side`."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class Execution:
         positions.add(self)
 
     def position(self) -> str:
-        """For reports of hangs."""
+        """Say what the worker is doing, for hang reports."""
         at = self._at
         if at is None:
             return "between two operations"
@@ -140,11 +141,12 @@ class Execution:
         return f"{self._describe(action)}, {operation.when}, {done} action{'s' * (done != 1)} done"
 
     def run(self, actions: Iterable[Action], operation: Operation, doing: Mapping[str, RunAction]) -> None:
-        """Do one action after another. doing: `training` or `inference`, perhaps with something around it.
+        """Do one action after another. doing: `training` or `inference`, perhaps wrapped.
 
         Raises:
-            Exception: a layer's own, with a note that says where; ChannelClosed.
-            PipelineError: a forward has written to a parameter of which others have copies.
+            Exception: a layer's own, with a note that says where.
+            ChannelClosed: a neighbour has ended, or the operation was aborted.
+            PipelineError: a forward has written to a parameter that has copies.
         """
         before = self._copied.states(trains=operation.step != EVALUATION)
         try:
@@ -178,7 +180,7 @@ class Execution:
         self._side.send_values(action, operation.tag, skips)
 
     def _look_through(self, action: Action, number: int, operation: Operation) -> None:
-        """The first graph of each stage, for what would be trained by nobody."""
+        """Look through the first graph of each stage for parameters that no optimizer would train."""
         stash = self._stages[action.stage].activation_stash[number]
         outputs = [*stash.outputs, *itertools.chain.from_iterable(stash.stashed.values())]
         loss, _ = operation.losses.get(action.microbatch, (None, None))
@@ -245,10 +247,10 @@ class Execution:
         return route
 
     def _loss(self, output: Any, microbatch: int, operation: Operation) -> tuple[Tensor, Tensor]:
-        """The loss of one micro-batch, added to the report with its weight, and the gradient that it begins with.
+        """Return the loss of one micro-batch and the gradient that its backward begins with; report the weighted loss.
 
-        That is what a product with the weight would hand down to it, without the product. The loss draws random numbers
-        as a layer behind the last one would: a sample or noise is the same in every run.
+        That gradient is what a product with the weight would hand down to the loss. The loss draws random numbers as a
+        layer behind the last one would: a sample or noise is the same in every run.
         """
         draws = step_rng(self._config.seed, self._loss_place, *operation.draws(microbatch))
         with draws, autocast(self._config.precision, self._device.type):

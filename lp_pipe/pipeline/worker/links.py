@@ -1,4 +1,4 @@
-"""What one rank receives and sends for its stages: channels to other workers, a box between two stages of its own."""
+"""The links of one rank's stages: channels to other workers, and boxes between two stages of its own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,9 @@ from lp_pipe.training.device import copied_on
 
 
 class Links(ChannelEnds[tuple[int, int]]):
-    """The channels that begin or end at one rank, by the numbers that `Channels` gives them.
+    """The channels that begin or end at one rank, by their numbers in `Channels`.
 
-    Between workers with replicas a channel is one connection for each pair of ranks in `Ranks.routes`; a micro-batch
+    Between workers with replicas a channel is one connection for each pair of ranks in `Ranks.routes`; the micro-batch
     decides which. Opening the senders waits until the neighbours' hubs are up.
     """
 
@@ -41,9 +41,9 @@ class Links(ChannelEnds[tuple[int, int]]):
                     self._senders[channel, receiver] = neighbours.sender(receiver, label)
 
     def receiving(self, channel: int, microbatch: int) -> Callable[[int], Any]:
-        """What waits for a micro-batch's value of the operation with a tag.
+        """Return the function that waits for a micro-batch's value in the operation with a tag.
 
-        It raises:
+        The function raises:
             ChannelClosed: the sender has ended, or the operation was aborted.
         """
         if channel in self._local:
@@ -53,9 +53,9 @@ class Links(ChannelEnds[tuple[int, int]]):
         return self._receiving(self._receivers[channel, senders[microbatch % len(senders)]])
 
     def sending(self, channel: int, microbatch: int) -> Callable[[int, Any], None]:
-        """What puts a micro-batch's value of the operation with a tag on a channel; it waits for a credit.
+        """Return the function that sends a micro-batch's value in the operation with a tag, once there is a credit.
 
-        It raises:
+        The function raises:
             ChannelClosed: the receiver has ended, or the operation was aborted.
         """
         if channel in self._local:
@@ -64,11 +64,11 @@ class Links(ChannelEnds[tuple[int, int]]):
         return self._sending(self._senders[channel, receivers[microbatch % len(receivers)]])
 
     def receive_for_step(self, channel: int, tag: int) -> Any:
-        """What a channel carries once a step."""
+        """Wait for what a channel carries once a step."""
         return self.receiving(channel, self._replica)(tag)
 
     def send_for_step(self, channel: int, tag: int, value: Any) -> None:
-        """Put something that a channel carries once a step on all its routes that begin here."""
+        """Send what a channel carries once a step on all its routes that begin here."""
         if channel in self._local:
             self._keep(channel, self._replica, value)
         for (number, _), sender in self._senders.items():
@@ -76,13 +76,13 @@ class Links(ChannelEnds[tuple[int, int]]):
                 self._sending(sender)(tag, value)
 
     def discard(self) -> None:
-        """As on all channels, and in the boxes."""
+        """Drop what an aborted operation has left in the channels, and in the boxes."""
         for box in self._local.values():
             box.clear()
         super().discard()
 
     def _keep(self, channel: int, number: int, value: Any) -> None:
-        # As between workers: the next stage's first layer may write in place to what this stage has saved.
+        # A copy, as between workers: the next stage's first layer may write in place to what this stage has saved.
         self._local[channel][number] = copied_on(value, self._device)
 
     def _ends(self, channel: int) -> tuple[int, int]:
@@ -90,5 +90,5 @@ class Links(ChannelEnds[tuple[int, int]]):
 
 
 def _label(channel: int, sender: int, receiver: int, routes: list[tuple[int, int]]) -> str:
-    """The connection's name; the ranks are in it only where there are several."""
+    """Return the connection's name; the ranks are in it only if the channel has several connections."""
     return str(channel) if len(routes) == 1 else f"{channel} from rank {sender} to {receiver}"

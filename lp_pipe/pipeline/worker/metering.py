@@ -1,4 +1,4 @@
-"""What a stage worker has in memory during its steps, while somebody wants to know."""
+"""Measures what a stage worker has in memory during its steps, when it is asked to."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from lp_pipe.private_torch import buffers_of, parameters_of, pytree
 
 
 class Metering:
-    """Of the worker with these modules. place: (worker, replica). stages: the virtual ones that it runs."""
+    """Measures memory of the worker with these modules. place: (worker, replica). stages: its virtual stages."""
 
     def __init__(
         self, modules: Sequence[nn.Module], training: Training, place: tuple[int, int], stages: Sequence[int]
@@ -27,12 +27,12 @@ class Metering:
         self._gradient_bytes = self._version_bytes = 0
 
     def start(self) -> None:
-        """Count in the next steps."""
+        """Measure the next steps."""
         self._meter = ActivationMeter()
         self._gradient_bytes = self._version_bytes = 0
 
     def stop(self) -> StageMemory:
-        """What was counted."""
+        """Return what was measured since `start`."""
         meter, self._meter = self._meter, None
         assert meter is not None, "stop comes after start"
         parameters, _, state = self._training.bytes()
@@ -56,7 +56,7 @@ class Metering:
 
     @contextlib.contextmanager
     def around(self, doing: Mapping[str, RunAction]) -> Iterator[Mapping[str, RunAction]]:
-        """What to call for the actions of a step, instead of `doing`."""
+        """Yield what to call for the actions of a step in place of `doing`."""
         if self._meter is None:
             yield doing
             return
@@ -64,7 +64,7 @@ class Metering:
             yield {op: self._counted(op, run, meter) for op, run in doing.items()}
 
     def before_update(self, version_bytes: int = 0) -> None:
-        """The gradients are there. version_bytes: of older weights that are kept now."""
+        """Measure gradients and older weights, before an update. version_bytes: of older weights that are kept now."""
         if self._meter is not None:
             self._gradient_bytes = self._training.bytes()[1]
             self._version_bytes = max(self._version_bytes, version_bytes)
@@ -73,7 +73,7 @@ class Metering:
         around = {"F": meter.forward, "I": meter.backward_for_inputs}.get(op, contextlib.nullcontext)
 
         def counted(action: Action, operation: Operation) -> None:
-            # For each action anew: those of an asynchronous schedule use other weights than the one before.
+            # Again for each action: one of an asynchronous schedule uses other weights than the action before.
             meter.leave_out([*self._own_tensors(), *_batch_of(operation)])
             with around():
                 run(action, operation)

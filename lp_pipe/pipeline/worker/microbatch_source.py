@@ -1,4 +1,4 @@
-"""What a worker begins an operation with: its micro-batches, on its device."""
+"""Micro-batches for a worker's operations, on its device."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ def _each(change: Callable[[Any], Any], inputs: list[Any] | Mapping[int, Any]) -
 
 
 class MicrobatchSource:
-    """Of the worker `name` with these virtual stages; those that are neither first nor last need no batch."""
+    """Makes the operations of the worker `name`. Stages that are neither first nor last need no batch."""
 
     def __init__(
         self, config: PipelineConfig, stages: Collection[int], feeder: Any, name: str, device: torch.device
@@ -36,7 +36,7 @@ class MicrobatchSource:
         self.confirm_end = self._batches.confirm_end
 
     def operation(self, task: StepTask, scale: float | None = None) -> Operation:
-        """A step of training."""
+        """Return the operation for a step of training."""
         with noting(f"in {self._name}, before the first micro-batch of step {task.step}"):  # loss_weight is the user's
             inputs, targets = self._batch(task)
             return self.of(task.tag, task.step, inputs, targets, scale, task.wanted)
@@ -50,7 +50,7 @@ class MicrobatchSource:
         scale: float | None = None,
         wanted: Wanted = NOTHING_MORE,
     ) -> Operation:
-        """One with these micro-batches."""
+        """Return an operation with these micro-batches."""
         _, target_dims, _ = self._config.batch_dims
         targets = [marked(target, target_dims) for target in targets]
         weights = loss_weights(targets, self._config.loss_weight) if targets else []
@@ -58,7 +58,7 @@ class MicrobatchSource:
         return Operation(tag, step, inputs, targets, weights, Report(), scale, wanted=wanted)
 
     def weigh_in_groups(self, operation: Operation, size: int) -> None:
-        """Let the gradients of each `size` micro-batches add up as a step's do; what is reported is their mean."""
+        """Weigh the gradients of each group of `size` micro-batches as those of a step; the report has the mean."""
         targets, rule = operation.targets, self._config.loss_weight
         if rule == "one" and targets:
             operation.weights = [1 / len(targets)] * len(targets)
@@ -72,7 +72,7 @@ class MicrobatchSource:
         operation.gradient_weights = weights
 
     def _batch(self, task: StepTask) -> tuple[list[Any], list[Any]]:
-        """The micro-batches' inputs and targets, as far as this worker's stages need them."""
+        """Return the micro-batches' inputs and targets, as far as this worker's stages need them."""
         given, target = task.given, task.target
         needs_input, needs_target = 0 in self._stages, self._config.last_stage in self._stages
         if (needs_input and given is None) or (needs_target and target is None):
@@ -80,7 +80,7 @@ class MicrobatchSource:
             if needs_input and needs_target:
                 value, label = apart((value, label))
             given, target = given or (value,), target or (label,)
-        # Moved first, as a loop in one process does: kernels choose by addresses, and a slice's is not a copy's.
+        # Move, then split, as a loop in one process does: kernels choose by address, and a slice's is not a copy's.
         input_dims, target_dims, _ = self._config.batch_dims
         inputs, targets = [], []
         if needs_input and given:

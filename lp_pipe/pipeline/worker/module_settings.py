@@ -1,4 +1,4 @@
-"""What `apply` changes of a stage's modules beside their tensors: modes, drop rates, frozen parameters."""
+"""Settings of a stage's modules that `apply` changes beside tensors: modes, drop rates, frozen parameters."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -30,11 +30,11 @@ class ModuleSettings:
 
     def __init__(self, modules: Modules) -> None:
         self._modules = modules
-        self._first: Settings = {}  # as built, of what has been changed since
-        self._applied_until = -1  # the step of the last of the model's callbacks that was called
+        self._first: Settings = {}  # the values as built of what has been changed since
+        self._applied_until = -1  # the step of the last callback of the model that was called
 
     def apply_due(self, callbacks: Mapping[int, Change], step: int) -> list[int]:
-        """Call the model's callbacks that belong before this step, each once; returns their steps."""
+        """Call the model's callbacks that belong before this step, each once; return their steps."""
         due = sorted(when for when in callbacks if self._applied_until < when <= step)
         for when in due:
             self.apply(callbacks[when])
@@ -45,7 +45,7 @@ class ModuleSettings:
         """Return what `change` returns for these modules; after an exception the settings are as before.
 
         Raises:
-            PipelineError: it has changed what a checkpoint could not keep, such as a submodule or a hook.
+            PipelineError: `change` has changed what a checkpoint could not keep, such as a submodule or a hook.
         """
         settings, structure = self._settings(), self._structure()
         try:
@@ -60,7 +60,7 @@ class ModuleSettings:
         return result
 
     def changed(self) -> Settings:
-        """Return the values, now, of all that has been changed since the modules were built."""
+        """Return the current values of all settings that have been changed since the modules were built."""
         settings = self._settings()
         found = {name: {key: settings[name].get(key) for key in first} for name, first in self._first.items()}
         if self._applied_until >= 0:
@@ -68,7 +68,7 @@ class ModuleSettings:
         return found
 
     def restore(self, saved: Settings) -> None:
-        """Set what was changed back, then to the saved values, as far as the modules are here."""
+        """Undo all changes, then set the saved values of modules that are here."""
         self._set(self._first)
         self._applied_until = saved.get(_CALLBACKS, {}).get("applied_until", -1)
         known = {name: values for name, values in saved.items() if name in self._modules}
@@ -100,8 +100,8 @@ class ModuleSettings:
             if changed:
                 raise PipelineError(
                     f"apply() has changed {changed[0]} of the module {name!r} ({type(module).__name__}), which a "
-                    "checkpoint could not keep: change numbers, strings, modes, requires_grad and the values of "
-                    "tensors only, and build the model with its submodules, hooks and parametrizations"
+                    "checkpoint could not keep. Change only numbers, strings, modes, requires_grad and the values of "
+                    "tensors; build the model with its submodules, hooks and parametrizations"
                 )
 
 
@@ -115,7 +115,7 @@ def _settings_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _structure_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what has to stay as it is: submodules, parameters, names of buffers, hooks, other attributes."""
+    """Yield what must not change: submodules, parameters, names of buffers, hooks, other attributes."""
     for key, value in vars(module).items():
         if key == "_buffers":
             yield key, tuple(value)
@@ -126,7 +126,7 @@ def _structure_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _differences(before: Settings, now: Settings) -> Iterator[tuple[str, str, Any]]:
-    """Yield module, attribute and the value before, of all that is another value now."""
+    """Yield module, attribute and value before of every setting that has another value now."""
     for name, values in now.items():
         for key in before[name].keys() | values.keys():
             was, value = before[name].get(key), values.get(key)

@@ -1,4 +1,4 @@
-"""Who one rank is among the processes of its pipeline, and how it comes by channels to the others."""
+"""The channels of one rank to the other processes of its pipeline."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -22,10 +22,10 @@ from lp_pipe.training.device import CPU
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Those of `rank`, which is the node `name` and computes on `device`.
+    """The neighbours of `rank`, which is the node `name` and computes on `device`.
 
-    hub: where it receives. targets: by rank, where those receive to whom it sends. kind: of the channels. epoch: what
-    tells their names from those before a neighbour was restarted.
+    hub: where the rank receives. targets: by rank, the hubs to which it sends. kind: of the channels.
+    epoch: part of the channels' names, which makes them differ from those before a neighbour was restarted.
     """
 
     ranks: Ranks
@@ -39,25 +39,25 @@ class Neighbours:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Worker and replica of this rank."""
+        """Return worker and replica of this rank."""
         return self.ranks.places[self.rank]
 
     def receiver(self, label: str, credits: int) -> Receiver:
-        """This end of a channel whose sender calls it so."""
+        """Return the receiving end of the channel that the sender calls `label`."""
         return self.hub.receiver(label + self.epoch, credits=credits, device=self.device)
 
     def sender(self, rank: int, label: str) -> Sender:
-        """This end of a channel to another rank; waits until that one listens.
+        """Return the sending end of a channel to another rank, once that rank listens.
 
         Raises:
-            Unavailable: it has failed.
-            ValueError: this kind of channel does not fit.
+            Unavailable: the other rank has failed.
+            ValueError: this kind of channel does not work between these nodes.
         """
         return self.targets[rank].open(label + self.epoch, kind=self.kind, name=self.name, device=self.device)
 
 
 def own_hub(kind: str, address: Address) -> ChannelHub:
-    """Where this node receives on channels of that kind, found by others at the address."""
+    """Open the hub at which this node receives on channels of that kind, until the node ends; register its address."""
     node = context()
     usual = node.services.endpoint_for(address.id)
     hub = ChannelHub(node.exit_stack.enter_context(_endpoint(kind, usual)), node.name)
@@ -68,10 +68,10 @@ def own_hub(kind: str, address: Address) -> ChannelHub:
 
 @contextmanager
 def _endpoint(kind: str, usual: str) -> Iterator[str]:
-    """For senders that ask for `kind`; `usual` is the launcher's choice.
+    """Yield the endpoint of a hub for channels of that kind. usual: the endpoint that the launcher chose.
 
-    Between threads that is calls, by which no shared memory travels: "shm" gets a socket in a folder of its own, which
-    goes after the body.
+    Between threads the usual endpoint is one of calls, which carry no shared memory. So "shm" gets a socket, in a
+    folder that is removed after the body.
     """
     if kind != "shm" or not usual.startswith(inproc.SCHEME):
         yield usual if kind == "auto" else kinds.named(kind).hub_endpoint(usual)

@@ -1,6 +1,6 @@
-"""Where a step first met NaN or infinity: its micro-batches run once more, and every layer is looked at.
+"""The search for the layer at which a step first met NaN or infinity: the micro-batches run once more.
 
-Nothing of this runs in a step without trouble: whether there is any, the loss and the gradients' norms say.
+A step without trouble needs no search: its loss and its gradients' norms are finite.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ LOSS = "the loss function"
 
 
 class NonFiniteSearch:
-    """On the stages of the worker `node`. names: of their layers, by index."""
+    """Looks at every layer of the worker `node`'s stages. names: of the layers, by index."""
 
     def __init__(
         self, config: PipelineConfig, stages: Mapping[int, Stage], names: Mapping[int, str], node: str
@@ -38,9 +38,9 @@ class NonFiniteSearch:
 
     @contextlib.contextmanager
     def around(self, doing: Mapping[str, RunAction], found: list[NonFinite]) -> Iterator[Mapping[str, RunAction]]:
-        """What to call for the actions of a step, instead of `doing`; what there is comes into `found`.
+        """Yield what to call for the actions of a step in place of `doing`; places are added to `found`.
 
-        Per micro-batch and stage: the first layer of the forward, and the last one, which is the backward's first.
+        For each micro-batch and stage: the first layer in the forward, and the first in the backward.
         """
         self._found = found
         before = {stage: stage.watch for stage in self._stages.values()}
@@ -53,12 +53,12 @@ class NonFiniteSearch:
                 stage.watch = watch
 
     def _layer(self, stage: Stage, place: LayerCall, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
-        """Call a layer, and look at what it makes; later, at the gradient that it hands to the one before."""
+        """Call a layer and check its output; later, check the gradient of its input."""
         if is_recomputing():
             return call(layer, (value,), skips)
         name = self.names[place.layer]
         self._on_gradients(value, stage, place.microbatch, place.layer, f"layer {name}")
-        inner: list[str] = []  # modules of the layer whose output is not finite, in the order in which they ended
+        inner: list[str] = []  # inner modules whose output is not finite, in the order in which they ended
         with _hooked(layer, inner):
             value = call(layer, (value,), skips)
         if not is_finite(value):
@@ -91,7 +91,7 @@ class NonFiniteSearch:
                 tensor.register_hook(look)
 
     def bad_gradient(self, stage: Stage) -> tuple[int, str] | None:
-        """The last layer of a stage with a gradient that is not finite, and which gradient that is."""
+        """Return the last layer of a stage with a gradient that is not finite, and which gradient that is."""
         for index, layer in reversed(list(enumerate(stage.layers, start=stage.first_layer))):
             for name, parameter in layer.named_parameters():
                 if parameter.grad is not None and not is_finite(parameter.grad):
@@ -99,7 +99,7 @@ class NonFiniteSearch:
         return None
 
     def place(self, is_backward: bool, stage: Stage, microbatch: int, layer: int, what: str) -> NonFinite:
-        """Where something is not finite."""
+        """Return the place where something is not finite."""
         return NonFinite(is_backward, microbatch, layer, self.names.get(layer, LOSS), stage.index, self.node, what)
 
     def _note(self, is_backward: bool, stage: Stage, microbatch: int, layer: int, what: str) -> None:
@@ -107,12 +107,12 @@ class NonFiniteSearch:
 
 
 def first(found: Iterable[NonFinite]) -> NonFinite | None:
-    """Where it began: in the lowest micro-batch's forward at the first layer, else in its backward at the last one."""
+    """Return where it began: the first layer in the lowest micro-batch's forward, else the last in its backward."""
     return min(found, key=_order, default=None)
 
 
 def error_of(step: int, what: str, found: NonFinite | None, after: str) -> NonFiniteError:
-    """What happened, where it began, and what comes after it; with what a program may ask."""
+    """Return an error that says what happened, where it began, and what the state is."""
     error = NonFiniteError(f"{described(what, found)}; {after}")
     error.step = step
     if found is not None:
@@ -122,15 +122,15 @@ def error_of(step: int, what: str, found: NonFinite | None, after: str) -> NonFi
 
 
 def described(what: str, found: NonFinite | None) -> str:
-    """What happened, and where it began."""
+    """Return what happened, and where it began."""
     if found is None:
-        return f"{what}; run again, no layer has made such a number by itself: a sum of finite ones was too large"
+        return f"{what}; but run again, no layer made such a number: a sum of finite numbers was too large"
     return f"{what}, first in micro-batch {found.microbatch}, stage {found.stage} ({found.node}): {found.what}"
 
 
 @contextlib.contextmanager
 def _hooked(layer: nn.Module, inner: list[str]) -> Iterator[None]:
-    """In the body, modules inside of the layer whose output is not finite leave their names."""
+    """Collect in `inner` the names of the layer's modules whose output is not finite, while the body runs."""
 
     def after(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not is_finite(output):

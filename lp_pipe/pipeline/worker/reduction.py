@@ -1,8 +1,8 @@
 """The sum of gradients over the replicas of a worker's stages, to the same bits on each of them.
 
-Every parameter is cut into as many shards as there are replicas. Replica k gets everybody's shard k, adds them in the
-order of the ranks, and sends the sum back: an all-reduce that moves as many bytes as a ring (2(r - 1)/r of the
-gradients to and from each replica), but whose order of additions does not depend on the shard.
+Every parameter is cut into as many shards as there are replicas. Replica k gets shard k of all replicas, adds them in
+the order of the ranks, and sends the sum back. This all-reduce moves as many bytes as a ring (2(r - 1)/r of the
+gradients to and from each replica), but its order of additions does not depend on the shard.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _CREDITS = 2  # shards, and sums
 
 
 class Reduction(ChannelEnds[int]):
-    """One replica's part. `reduce` is called once a step, by all replicas of the worker."""
+    """One replica's part in the sum. All replicas of the worker call `reduce` once a step."""
 
     def __init__(self, neighbours: Neighbours) -> None:
         super().__init__(neighbours.device)  # by the other replica
@@ -38,9 +38,9 @@ class Reduction(ChannelEnds[int]):
     def reduce(
         self, tag: int, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module], before: BufferSnapshot
     ) -> None:
-        """Add up the gradients of all replicas, in rank order; replica 0's buffers become everybody's.
+        """Add up the gradients of all replicas, in rank order; all replicas get the buffers of replica 0.
 
-        A parameter without a gradient on some replicas (too few micro-batches) is the sum of the others; on all: None.
+        If a parameter has no gradient on some replicas (too few micro-batches), its sum is that of the others.
 
         modules: all of the stages. before: their buffers before the step, when all replicas had the same.
 
@@ -84,12 +84,12 @@ class Reduction(ChannelEnds[int]):
             flat = _flat(parameter.grad)
             for replica, summed in sums.items():
                 shard, total = self._shard(flat, replica), summed[index]
-                assert shard is not None and total is not None, "a sum has all its shards or none"
+                assert shard is not None and total is not None, "a sum has all its shards, or none"
                 shard.copy_(total)
 
 
 def _changed(modules: Sequence[nn.Module], before: BufferSnapshot) -> dict[tuple[int, str], Tensor]:
-    """By the module's index and the buffer's name; not all of them, for constant masks may be large."""
+    """Return the written buffers by module index and name; not all buffers, because constant masks may be large."""
     written = before.written()
     return {
         (index, name): buffer
@@ -100,13 +100,13 @@ def _changed(modules: Sequence[nn.Module], before: BufferSnapshot) -> dict[tuple
 
 
 def _flat(gradient: Tensor | None) -> Tensor | None:
-    """As it lies in memory: autograd gives gradients their parameter's strides, and these are dense."""
+    """Return the gradient as it lies in memory: autograd gives it its parameter's strides, which are dense."""
     if gradient is None:
         return None
     if gradient.layout is not torch.strided:
         raise PipelineError(
-            "replicas cannot add up sparse gradients, such as those of nn.Embedding(…, sparse=True): leave sparse=True "
-            "out, or give this stage one replica"
+            "replicas cannot add up sparse gradients, such as those of nn.Embedding(…, sparse=True). Leave out "
+            "sparse=True, or give this stage one replica"
         )
     return gradient.as_strided((gradient.numel(),), (1,))
 

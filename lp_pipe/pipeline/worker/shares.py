@@ -1,4 +1,4 @@
-"""A stage worker's shares of checkpoints, from the moment that is saved until they are on the disk."""
+"""The shares of checkpoints that a stage worker holds, from the saved moment until they are on the disk."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What one worker's stages exchange beside the outputs and gradients of neighbours: stashed values, tied parameters."""
+"""Channels beside those of outputs and gradients: for stashed values and tied parameters."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from lp_pipe.pipeline.worker.links import Links
 
 
 class SideChannels:
-    """The edges of `channels` that begin or end at a worker's stages."""
+    """The extra edges of `channels` that begin or end at a worker's stages."""
 
     def __init__(self, channels: Channels, links: Links, stages: Mapping[int, Stage]) -> None:
         self._channels = channels
@@ -24,20 +24,20 @@ class SideChannels:
         self._stages = stages
 
     def values(self, action: Action, tag: int) -> dict[str, Any]:
-        """What a forward pops from other stages, as messages."""
+        """Return what a forward pops from other stages, as messages."""
         received = {}
         for channel, edge in self._channels.edges_of(action, "receiver"):
             received[edge.names[0]] = Message(*self._links.receiving(channel, action.microbatch)(tag))
         return received
 
     def send_values(self, action: Action, tag: int, values: Mapping[str, Any]) -> None:
-        """Hand on what a forward has stashed for other stages."""
+        """Send what a forward has stashed for other stages."""
         for channel, edge in self._channels.edges_of(action, "sender"):
             message = self._stages[action.stage].message_of(values[edge.names[0]])
             self._links.sending(channel, action.microbatch)(tag, message.parts)
 
     def roots(self, action: Action, tag: int) -> list[tuple[Root, Tensor | None]]:
-        """Where a backward starts beside the stage's outputs, and the gradients that have come for it."""
+        """Return where a backward starts beside the stage's outputs, with the gradients received for it."""
         stage = self._stages[action.stage]
         roots: list[tuple[Root, Tensor | None]] = []
         for channel, edge in self._channels.edges_of(action, "receiver"):
@@ -50,7 +50,7 @@ class SideChannels:
         return roots
 
     def send_gradients(self, action: Action, tag: int) -> None:
-        """Hand on what a backward has left where an edge begins."""
+        """Send the gradients that a backward has left where an edge begins."""
         for channel, edge in self._channels.edges_of(action, "sender"):
             stage = self._stages[action.stage]
             if edge.kind == "value gradient":
@@ -61,7 +61,7 @@ class SideChannels:
             self._links.sending(channel, action.microbatch)(tag, gradients)
 
     def share_weights(self, tag: int) -> None:
-        """Send the owned weights to the borrowers, then take the borrowed ones: so nobody waits in a ring."""
+        """Send the owned tied weights, then receive the borrowed ones: in this order no ring of workers waits."""
         for channel, edge in self._tied_weights("sender"):
             weights = self._stages[edge.sender].tied_parameters(edge.names)
             self._links.send_for_step(channel, tag, [weight.detach() for weight in weights])
@@ -80,6 +80,6 @@ def _refuse_sparse(edge: ScheduleEdge, gradients: Sequence[Tensor | None]) -> No
     for name, gradient in zip(edge.names, gradients, strict=True):
         if gradient is not None and gradient.layout is not torch.strided:
             raise PipelineError(
-                f"stages {edge.receiver} and {edge.sender} have parameter {name!r} in common, whose gradient is sparse "
-                "and cannot be sent: leave sparse=True out, or cut so that one stage has all of its layers"
+                f"stages {edge.receiver} and {edge.sender} share parameter {name!r}, whose sparse gradient cannot be "
+                "sent. Leave out sparse=True, or cut so that one stage has all layers with the parameter"
             )

@@ -1,4 +1,4 @@
-"""The optimizer's side of a worker: gradients, norms, steps, and what a checkpoint keeps of them."""
+"""The optimizer of a worker: gradients, norms, updates, and what a checkpoint keeps of them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -38,7 +38,7 @@ from lp_pipe.training.rng import generators_locked, optimizer_place, step_rng
 
 
 class Training:
-    """One optimizer over all parameters of a worker's stages; none when there is nothing to train."""
+    """An optimizer and scheduler over all parameters of a worker's stages; neither if there is nothing to train."""
 
     def __init__(
         self, stages: list[Stage], optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory | None, seed: int = 0
@@ -51,9 +51,9 @@ class Training:
         self._lr_scheduler: Any = None
         self.waits_for_metric = False  # whether training steps leave the scheduler alone
         self.update_progress = UpdateProgress.NOTHING_TO_DO
-        # Not for frozen ones alone: factories often leave these out, and torch refuses an empty list.
+        # Not if all are frozen: factories often leave out frozen ones, and torch refuses an empty list.
         if any(parameter.requires_grad for _, parameter in self._parameters):
-            # Not while a layer is made: torch imports its compiler for both, and is not ready for two threads.
+            # Not while a layer is made in another thread: both make torch import its compiler, once at a time.
             with generators_locked():
                 self._optimizer = make_optimizer(optimizer, self._parameters)
             if lr_scheduler is not None:
@@ -62,24 +62,24 @@ class Training:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All that this worker's stages own, in order."""
+        """Return all parameters of this worker's stages, in order."""
         return [parameter for _, parameter in self._parameters]
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The same, by the names that users see."""
+        """Return the parameters by the names that users see."""
         return dict(self._parameters)
 
     def gradient_norms(self) -> dict[str, GradientNorm]:
-        """By the names of the parameters that have a gradient."""
+        """Return the norms of all gradients, by parameter name."""
         gradients = {name: parameter.grad for name, parameter in self._parameters if parameter.grad is not None}
         return dict(zip(gradients, norms_of(gradients.values()), strict=True))
 
     def examine(self, report: Report, config: PipelineConfig, scale: float | None) -> None:
-        """What all stages must know of each other's gradients before they update. Takes the losses' factor out.
+        """Report what all stages must know of each other's gradients before they update; take out the losses' factor.
 
         Raises:
-            PipelineError: a layer has begun to train what was frozen at the start, and has no optimizer.
+            PipelineError: parameters that were frozen at the start have gradients now, and no optimizer.
         """
         self._refuse_unfrozen()
         if scale is not None:
@@ -90,17 +90,17 @@ class Training:
             report.overflowed = not self.has_finite_gradients(report.gradient_norms)
 
     def has_finite_gradients(self, norms: Mapping[str, GradientNorm] = MappingProxyType({})) -> bool:
-        """Whether no gradient holds NaN or infinity. norms: theirs, where they are known."""
+        """Return whether no gradient holds NaN or infinity. norms: of the gradients, if they are known."""
         gradients = [dense(parameter.grad) for _, parameter in self._parameters if parameter.grad is not None]
         found = list(norms.values()) or norms_of(gradients)
         if not found or bool(torch.stack([norm for norm, _ in found]).isfinite().all()):
             return True
-        return all(is_finite(gradient) for gradient in gradients)  # the norm of finite ones may be too large
+        return all(is_finite(gradient) for gradient in gradients)  # a norm of finite gradients may be infinite
 
     def _unscale_gradients(self, factor: float) -> bool:
-        """Divide them by the factor of the losses; whether one is infinite or NaN, so that the step must be skipped.
+        """Divide the gradients by the losses' factor; return whether one is not finite: then the step must be skipped.
 
-        As GradScaler only those of parameters that the optimizer has.
+        Like GradScaler it leaves out parameters that the optimizer does not have.
         """
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         gradients = [parameter.grad for group in groups for parameter in group["params"]]
@@ -126,37 +126,37 @@ class Training:
             self.clear_gradients()  # else the next step would add to them
 
     def update(self, step: int, index: int) -> None:
-        """One of an asynchronous step's updates."""
+        """Do one update of an asynchronous step."""
         self._step_optimizer(step, index)
         self.clear_gradients()
 
     def step_scheduler(self) -> None:
-        """Once a step, whatever the number of its updates; but not one that waits for a metric."""
+        """Step the scheduler, once a step whatever its number of updates, unless it waits for a metric."""
         if self._lr_scheduler is not None and not self.waits_for_metric:
             self._lr_scheduler.step()
 
     def scheduler_kind(self) -> str | None:
-        """What it is; None: there is none here."""
+        """Return the class of the scheduler; None: there is none."""
         return kind_of(self._lr_scheduler) if self._lr_scheduler is not None else None
 
     def step_scheduler_by(self, metric: float) -> None:
-        """One that waits for a metric."""
+        """Step a scheduler that waits for a metric."""
         if self.waits_for_metric:
             self._lr_scheduler.step(metric)
 
     def learning_rates(self) -> dict[str, float]:
-        """By the names of the parameters that the next step would change, if their optimizer knows such a thing."""
+        """Return the learning rates of the next step, by parameter, of those whose optimizer has learning rates."""
         trained = {name: group for group, name, parameter in self._grouped() if parameter.requires_grad}
         return {name: float(trained[name]["lr"]) for name, _ in self._parameters if "lr" in trained.get(name, ())}
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all that are there."""
+        """Multiply all gradients."""
         for _, parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     def bytes(self) -> tuple[int, int, int]:
-        """Those of the parameters, of the gradients that are there, and of the optimizer's state."""
+        """Return the bytes of the parameters, of the gradients, and of the optimizer's state."""
         parameters = [parameter for _, parameter in self._parameters]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         states = state_of(self._optimizer).values() if self._optimizer is not None else ()
@@ -164,7 +164,7 @@ class Training:
         return _bytes(parameters), _bytes(gradients), _bytes(state)
 
     def clear_gradients(self) -> None:
-        """Of all parameters, also of those that the optimizer does not have."""
+        """Drop the gradients of all parameters, also of those that the optimizer does not have."""
         for _, parameter in self._parameters:
             parameter.grad = None
 
@@ -175,18 +175,18 @@ class Training:
         loss: dict[str, Tensor],
         versions: list[dict[str, Any]],
     ) -> Saved:
-        """What a checkpoint keeps, under the parameters' names, so that any cut can take it. Not copied.
+        """Return what a checkpoint keeps, not copied, by parameter name, so that any cut can take it.
 
-        formats: of the weights. loss: its buffers. versions: an asynchronous worker's.
+        formats: of the weights. loss: the loss's buffers. versions: of an asynchronous worker.
         """
         optimizer, lr_scheduler = self._optimizer_state(), self._scheduler_state()
         return Saved(weights, optimizer, lr_scheduler, versions, loss, formats, self.scheduler_kind())
 
     def check(self, saved: Saved) -> list[str]:
-        """Return the trained parameters of which the checkpoint has no optimizer state: they were frozen, or are new.
+        """Return the trained parameters without optimizer state in the checkpoint: they were frozen, or are new.
 
         Raises:
-            PipelineError: it is of other dtypes, another optimizer, other parameter groups, or another scheduler.
+            PipelineError: the checkpoint has other dtypes, optimizers, parameter groups, or another scheduler.
         """
         refuse_other_dtypes(self.named_parameters, saved.weights)
         for group, name, _ in self._grouped():
@@ -200,21 +200,21 @@ class Training:
         return [name for name in self._trained_names() if name not in saved.optimizer]
 
     def restore(self, saved: Saved) -> None:
-        """Set optimizer and scheduler to what was saved; the weights are the stages' own business."""
+        """Set optimizer and scheduler to what was saved; the stages load the weights."""
         saved = saved._replace(optimizer=self._with_fresh(saved.optimizer))
         self._restore_optimizer(saved.optimizer)
         if self._lr_scheduler is not None and saved.lr_scheduler is not None:
             self._lr_scheduler.load_state_dict(self._for_own_groups(saved.lr_scheduler, saved.optimizer))
         elif self._optimizer is not None and self._scheduler_factory is not None:
-            # It was trained without. The scheduler that there is has set its first rates, such as a warmup's, which
-            # what was saved has replaced: one that multiplies the last rate would go up from there.
+            # It was trained without a scheduler. The one that was made at the start had set its first rates, such as a
+            # warmup's; the saved ones have replaced them. A scheduler that multiplies the last rate needs its own.
             for group, name, _ in self._grouped():
                 if name in saved.optimizer and "initial_lr" not in saved.optimizer[name]["options"]:
                     group.pop("initial_lr", None)
             self._lr_scheduler = make_scheduler(self._scheduler_factory, self._optimizer)
 
     def _step_optimizer(self, step: int, update: int) -> None:
-        """Replicas draw the same (SGLD's noise), or they would not stay copies; and so do runs, and who resumes one."""
+        """Step the optimizer. Replicas, other runs and resumed runs draw the same random numbers (SGLD's noise)."""
         if self._optimizer is not None:
             with step_rng(self._seed, self._place, step, update):
                 self._optimizer.step()
@@ -223,7 +223,7 @@ class Training:
         return versions_of(parameter for _, parameter in self._parameters)
 
     def _optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """For each parameter its optimizer state, and the options of its group (the scheduler changes them)."""
+        """Return each parameter's optimizer state, and the options of its group, which the scheduler changes."""
         if self._optimizer is None:
             return {}
         refuse_hidden_state(self._optimizer)
@@ -246,8 +246,8 @@ class Training:
         unfrozen = [name for name, parameter in self._parameters if parameter.grad is not None]
         if self._optimizer is None and unfrozen:
             raise PipelineError(
-                f"{', '.join(unfrozen)}: all parameters of this stage were frozen at the start, so that it has no "
-                "optimizer, but these have gradients now: cut so that something in the stage is trained from the "
+                f"{', '.join(unfrozen)}: these have gradients now, but the stage has no optimizer: all "
+                "its parameters were frozen at the start. Cut so that something in the stage is trained from the "
                 "start, or begin with trainable parameters and a learning rate of 0"
             )
 
@@ -261,15 +261,15 @@ class Training:
         return with_group_values(scheduler, self._lr_scheduler.state_dict(), values)
 
     def _trained_names(self) -> list[str]:
-        """Without frozen parameters: a stage that has no others has saved nothing of them."""
+        """Return the names of trained parameters: a stage that has frozen ones only saves no optimizer state."""
         return [name for _, name, parameter in self._grouped() if parameter.requires_grad]
 
     def _with_fresh(self, saved: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Add what trained parameters begin with of which nothing was saved: no state, and the saved options.
+        """Add what trained parameters begin with that were not saved: no state, and saved options.
 
-        The options (the scheduler changes them) are those of the group where a parameter of the same group was saved
-        on this worker, else those that all saved parameters have, if there is one kind: a single group, as one process
-        would have. Otherwise the group keeps its own.
+        The options, which the scheduler changes, are those of a saved parameter in the same group on this worker. If
+        there is none, they are those of all saved parameters, if these are equal: a single group, as one process would
+        have. Otherwise the group keeps its own.
         """
         of_groups = {id(group): saved[name] for group, name, _ in self._grouped() if name in saved}
         common = next(iter(saved.values()), {})
@@ -295,7 +295,7 @@ class Training:
         restore(self._optimizer, of_parameters)
 
     def _grouped(self) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
-        """The optimizer's parameters, each with its group and its name."""
+        """Yield the optimizer's parameters, each with its group and its name."""
         names = {id(parameter): name for name, parameter in self._parameters}
         for group in self._optimizer.param_groups if self._optimizer is not None else ():
             for parameter in group["params"]:
@@ -315,7 +315,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beside(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """State that was read on the host, where the parameter is.
+    """Return state that was read on the host, moved to the parameter's device.
 
     Source: torch.optim.Optimizer.load_state_dict, which leaves `step` on the host unless a kernel is to read it.
     """

@@ -1,7 +1,7 @@
-"""Keeps what is not finite out of the updates of an asynchronous schedule (`on_nan="stop"`).
+"""A guard that keeps NaN and infinity out of the updates of an asynchronous schedule (`on_nan="stop"`).
 
-A step cannot be run again to find the layer, for the weights have changed by then. So every stage looks at its own
-output before it sends it, and at its gradients before it updates; only a bad output makes its layers run once more.
+A step cannot run again to find the layer: the weights have changed by then. So every stage checks its output before it
+sends it, and its gradients before it updates. Only a bad output makes the stage's layers run once more.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ _AFTER = "earlier updates have been made: load() a checkpoint to go on"
 
 
 class UpdateGuard:
-    """Of one stage."""
+    """Checks the outputs and gradients of one stage."""
 
     def __init__(self, stage: Stage, training: Training, search: NonFiniteSearch, config: PipelineConfig) -> None:
         self._stage = stage
@@ -38,14 +38,14 @@ class UpdateGuard:
         stage.watch = self._layer
 
     def around(self, doing: Mapping[str, RunAction]) -> Mapping[str, RunAction]:
-        """What to call for actions, instead of `doing`."""
+        """Return what to call for actions in place of `doing`."""
         return {**doing, "F": partial(self._forward, doing["F"])} if self._is_last else doing
 
     def check_gradients(self, step: int, microbatch: int) -> None:
-        """Before an update, with the parameters that it changes in their places.
+        """Check the gradients before an update, when the parameters that it changes are in their places.
 
         Raises:
-            NonFiniteError: names the layer.
+            NonFiniteError: a gradient is not finite; names the layer.
         """
         if self._training.has_finite_gradients():
             return

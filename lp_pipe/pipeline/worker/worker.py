@@ -1,4 +1,4 @@
-"""One stage worker: owns its stages' parameters, and runs its share of a schedule on them."""
+"""A stage worker: has its stages' parameters, and runs its share of a schedule on them."""
 
 import gc
 import socket
@@ -122,7 +122,7 @@ class StageWorker(CommandService):
         for part in (self._restart_check, self._state, mirrors, shares):
             self._add_handlers(part.handlers())
         self._add_own_handlers()
-        # Not before its layers are built: where that fails, the neighbours are told why, and find no closed hub.
+        # After its layers are built: if that fails, the neighbours are told why, and do not find a closed hub.
         hub = own_hub(pipeline.channel, channels)
         self._connect(
             Neighbours(pipeline.ranks, worker.rank, node.name, hub, neighbours, pipeline.channel, self.device)
@@ -190,13 +190,13 @@ class StageWorker(CommandService):
     def train_async(self, command: TrainAsync) -> Report:
         assert isinstance(self._lookahead, AsyncWorker), "only an asynchronous schedule has such steps"
         self._restart_check.note_change()
-        self._writes.forget()  # a step that fails is not undone
+        self._writes.forget()  # a failed asynchronous step is not undone
         with current(self.device):
             return self._lookahead.run(command.task, command.following, command.after)
 
     def infer(self, command: Infer) -> Report:
         schedule = forward_on(self._config.placement, command.microbatches)
-        self._lookahead.discard()  # its messages are in the way of these
+        self._lookahead.discard()  # its messages are in the channels in front of these
         inputs, targets = aligned(command.inputs), aligned(command.targets)
         operation = self._microbatch_source.of(command.tag, EVALUATION, inputs, targets)
         with torch.no_grad(), current(self.device), eval_mode(self._inner), self._writes.undone(command.tag):

@@ -38,6 +38,6 @@ def test_a_pipeline_for_inference_has_the_models_outputs(options: dict[str, Any]
 def test_steps_are_refused_and_the_pipeline_goes_on(operation: Callable[[pp.PipelineClient], Any]) -> None:
     with launched("thread", model_with_everything(), BATCHES, stages=2, schedule="forward") as pipeline:
         before = pipeline.fingerprint()
-        with pytest.raises(pp.ScheduleError, match=r"'forward' has no backwards.* to train, say schedule='1f1b'"):
+        with pytest.raises(pp.ScheduleError, match=r"'forward'.*schedule='1f1b'"):
             operation(pipeline)
         assert pipeline.fingerprint() == before

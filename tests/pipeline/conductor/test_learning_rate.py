@@ -351,16 +351,14 @@ def test_what_has_no_use_for_a_metric_says_so_and_goes_on() -> None:
                 pipeline.scheduler_step(metric)
             pipeline.step()
 
-    refuses(r"the model has no lr_scheduler: give it one .*ReduceLROnPlateau", lr_scheduler=None)
-    refuses(
-        r"scheduler \(StepLR\) needs no metric, .* every training step steps it", lr_scheduler=halve_every_two_steps
-    )
+    refuses("no lr_scheduler.*ReduceLROnPlateau", lr_scheduler=None)
+    refuses(r"scheduler \(StepLR\) .*metric", lr_scheduler=halve_every_two_steps)
     refuses(r"takes a number, such as evaluate\(batches\)\.loss, not EvalResult", pp.EvalResult(1.0, {}))
     refuses("takes a number, .* not NoneType", None, lr_scheduler=on_plateau)
     frozen = model_on_plateau(layers=[nn.Linear(D, D).requires_grad_(False)])
     with (
         launched("thread", frozen, stages=1) as pipeline,
-        pytest.raises(pp.PipelineError, match="with nothing to train, none"),
+        pytest.raises(pp.PipelineError, match=r"scheduler \(none"),
     ):
         pipeline.scheduler_step(1.0)
 

@@ -1,4 +1,4 @@
-"""A stage that computes slowly is told of with its numbers: in the log, in the metrics, and to those who ask."""
+"""A stage that computes slowly is reported with its numbers: in the log, in the metrics, and to clients that ask."""
 
 import contextlib
 import json
@@ -95,7 +95,7 @@ def steps(stragglers: Stragglers, busy_s: float) -> None:
             stragglers.note(step, [Report(busy_s=0.01), Report(busy_s=busy_s)], 1)
 
 
-def test_a_straggler_of_whom_nobody_could_be_told_may_become_well(stragglers: Stragglers) -> None:
+def test_a_straggler_that_could_not_be_reported_may_become_well(stragglers: Stragglers) -> None:
     # A worker died just when the others were asked where they run: the step failed, and was made again.
     workers: Any = stragglers._workers
     workers.is_one_dead = True
@@ -108,7 +108,7 @@ def test_a_straggler_of_whom_nobody_could_be_told_may_become_well(stragglers: St
 
 
 class Vanishing(dict[int, Any]):
-    """Somebody else removes all of it at the first look."""
+    """A dict that another thread empties at the first look."""
 
     def __getitem__(self, rank: int) -> Any:
         found = super().__getitem__(rank)
@@ -116,7 +116,7 @@ class Vanishing(dict[int, Any]):
         return found
 
 
-def test_who_asks_while_a_step_ends_gets_those_before_it(stragglers: Stragglers) -> None:
+def test_a_client_that_asks_while_a_step_ends_gets_the_stragglers_before_it(stragglers: Stragglers) -> None:
     # A client that asked at the wrong moment got a KeyError.
     stragglers._by_rank = Vanishing({0: "slow", 1: "slow, too"})
     assert stragglers.now == ["slow", "slow, too"]

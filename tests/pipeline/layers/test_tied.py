@@ -165,7 +165,7 @@ def test_a_sparse_gradient_that_would_be_sent_is_refused() -> None:
     layers += [apply(lambda x: x.detach().abs().long()[..., 0] % WORDS), layers[0], pp.Layer(nn.Linear, D, WORDS)]
     optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
     model = pp.Model(layers, _cross_entropy, optimizer, tied=[("0.weight", "3.weight")])
-    match = "stages 0 and 1 have parameter '0.weight' in common, whose gradient is sparse"
+    match = r"stages 0 and 1 .*'0\.weight'.* sparse"
     with (
         launched("thread", model, stages=[2], microbatches=2) as pipeline,
         pytest.raises(pp.PipelineError, match=match),

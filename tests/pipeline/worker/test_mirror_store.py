@@ -70,7 +70,7 @@ def test_the_last_two_are_kept_and_forgotten_with_another_state(tmp_path: Path) 
             pipeline.mirror()
         assert pipeline.mirrored_steps()[-2:] == [2, 3]
         pipeline.go_back(2)
-        with pytest.raises(lp.RemoteError, match=r"go_back\(7\): not every worker's .* there are: 2"):
+        with pytest.raises(lp.RemoteError, match=r"go_back\(7\): .*\b2\b"):
             pipeline.go_back(7)
         assert pipeline.current_step() == 2 and pipeline.fingerprint()  # as before
         assert pipeline.mirrored_steps() == [2]  # step 3 comes again, and may come out otherwise

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 class NextOfAnIterator:
-    """What one writes who knows DataLoaders: whoever asks first has the sample, and the other one gets the next."""
+    """A feeder written like a DataLoader loop: the first stage that asks gets the sample, the other one the next."""
 
     def __init__(self) -> None:
         x = torch.arange(64.0).reshape(8, 8, 1)
@@ -91,7 +91,7 @@ def test_one_other_label_of_a_small_target_is_seen() -> None:
 
 
 class EndsWithAnError:
-    """A generator that has raised is at its end: whoever asks then is told that there is no more."""
+    """A generator that has raised is at its end: a stage that asks then is told that there is no more data."""
 
     def __init__(self) -> None:
         self._calls = itertools.count()
