@@ -43,9 +43,9 @@ def test_what_is_no_gradient_is_named(given: Any) -> None:
 
 
 def test_initial_parameters_and_metrics_are_checked_too() -> None:
-    with pytest.raises(TypeError, match=r"initial_parameters\(\) gave dict; one vector"):
+    with pytest.raises(TypeError, match=r"initial_parameters\(\) gave dict.* one vector"):
         CheckedTask(Task(initial={"w": np.ones(2)})).initial_parameters()
-    with pytest.raises(TypeError, match=r"evaluate\(\) gave float; a dict"):
+    with pytest.raises(TypeError, match=r"evaluate\(\) gave float.* a dict"):
         CheckedTask(Task(metrics=0.5)).evaluate(np.zeros(6))
 
 
