@@ -278,7 +278,7 @@ def test_nodes_are_named_as_everywhere(launch: Launcher, faults: ModuleType) -> 
     run = launch(callers=2)
     with pytest.raises(KeyError, match=r"no group 'nobody'.*counter, caller"):
         faults.cut(run, "nobody", "counter")
-    with pytest.raises(IndexError, match="group 'caller' has 2 nodes; there is no index 2"):
+    with pytest.raises(IndexError, match="group 'caller' has no node 2"):
         faults.cut(run, ("caller", 2), "counter")
     with pytest.raises(ValueError, match="handle of another program"):
         faults.cut(run, lp.Program("other").add_node(lp.CourierNode(Counter), label="other"), "counter")
