@@ -48,10 +48,6 @@ class WatchedConnection:
         self.connection.done_reading()
         self._reader.set(self, _ARMED)
 
-    def end(self) -> None:
-        """Forget the connection, which its owner has closed."""
-        self._reader.forget(self)
-
 
 class BackgroundReader:
     """The background thread of a process, which reads all connections given to `watch`."""

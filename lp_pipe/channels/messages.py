@@ -44,7 +44,7 @@ class Opening(NamedTuple):
         return Opening(frame.name, *json.loads(bytes(frame.body)))
 
 
-class Abort(NamedTuple):
+class AbortedOperations(NamedTuple):
     """The order to give up the operations up to `tag`."""
 
     tag: int

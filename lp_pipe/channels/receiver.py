@@ -12,7 +12,7 @@ import torch
 
 from lp_pipe.channels import background_reader, packing
 from lp_pipe.channels.base import TransferError, TransportReceiver
-from lp_pipe.channels.messages import AS_FRAME, WAKE_UP, Abort, tag_and_layout
+from lp_pipe.channels.messages import AS_FRAME, WAKE_UP, AbortedOperations, tag_and_layout
 from lp_pipe.channels.reading_condition import ReadingCondition
 from lp_pipe.channels.shm_queue import MANY_CREDITS, ShmQueue
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
@@ -37,7 +37,7 @@ class Receiver:
         self._state = threading.Condition(threading.Lock())
         self._reading = ReadingCondition(self._state)
         self._arrived: deque[_Message] = deque()
-        self._abort: Abort | None = None
+        self._abort: AbortedOperations | None = None
         self._closed_reason: str | None = None
         self._is_closed_here = False
 
@@ -67,7 +67,7 @@ class Receiver:
         """Make receives with this tag and lower ones raise ChannelClosed, also a blocked one; drop their messages."""
         with self._state:
             if self._abort is None or tag >= self._abort.tag:
-                self._abort = Abort(tag, reason)
+                self._abort = AbortedOperations(tag, reason)
             dropped = [message for message in self._arrived if message.tag <= tag]
             self._arrived = deque(message for message in self._arrived if message.tag > tag)
             self._reading.wake()
@@ -94,7 +94,7 @@ class Receiver:
             connection.close(reason)
             transport.close(reason)
             if self._reading.watched is not None:
-                self._reading.watched.end()
+                background_reader.shared.forget(self._reading.watched)
 
     @property
     def is_open(self) -> bool:

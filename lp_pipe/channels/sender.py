@@ -9,7 +9,7 @@ from torch import Tensor
 from lp_pipe import connections
 from lp_pipe.channels import kinds, rank_addresses, registry
 from lp_pipe.channels.base import NoRoomError, TransferError, TransportSender
-from lp_pipe.channels.messages import AS_FRAME, WAKE_UP, Abort, Opening, data_frame
+from lp_pipe.channels.messages import AS_FRAME, WAKE_UP, AbortedOperations, Opening, data_frame
 from lp_pipe.channels.packing import CPU, Layout, Packer
 from lp_pipe.channels.queued_connection import QueuedConnection
 from lp_pipe.channels.reading_condition import ReadingCondition
@@ -47,7 +47,7 @@ class Sender:
         self._queue: ShmQueue | None = None
         self._total_credits = 0
         self._credits = 0  # granted and returned by frames
-        self._abort: Abort | None = None
+        self._abort: AbortedOperations | None = None
         self._closed_reason: str | None = None
 
     def send(self, tag: int, value: Any) -> None:
@@ -75,7 +75,7 @@ class Sender:
         """Make sends with this tag and lower ones raise ChannelClosed, also one that waits for a credit."""
         with self._state:
             if self._abort is None or tag >= self._abort.tag:
-                self._abort = Abort(tag, reason)
+                self._abort = AbortedOperations(tag, reason)
             self._reading.wake()
 
     def close(self, reason: str = "closed") -> None:

@@ -84,7 +84,7 @@ def test_a_hang_up_wakes_it_once_although_a_forked_child_still_has_the_socket(
     while connection.closed_reason is None and connection.wait(WITHIN_S):
         connection.read()
     connection.done_reading()
-    watched.end()
+    background_reader.shared.forget(watched)
     assert server.reason() == "done"
     threading.Event().wait(0.1)
     assert looks.looks < 20
