@@ -38,7 +38,7 @@ def test_what_is_for_several_hosts_is_imported_when_it_is_used() -> None:
     # A node's template imports lp_pipe anew for every launch: these modules were a fifth of it.
     loaded = {name for name in imported_by("lp_pipe") if name.startswith("lp_pipe.launch")}
     assert {name for name in loaded if ".engines." in name} == {"lp_pipe.launch.engines.base"}
-    assert not loaded & {"lp_pipe.launch.elastic", "lp_pipe.launch.multi_host", "lp_pipe.launch.hosts.gathering"}
+    assert not loaded & {"lp_pipe.launch.elastic", "lp_pipe.launch.multi_host", "lp_pipe.launch.hosts.host_join"}
 
 
 def test_elastic_names_are_there_before_their_module_is() -> None:

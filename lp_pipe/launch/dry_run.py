@@ -9,8 +9,8 @@ from lp_pipe.channels import kinds
 from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.launch.engines import Engine, HostOffer, Invitation
 from lp_pipe.launch.hosts.edges import check_channels, check_channels_of_one_host, host_of
-from lp_pipe.launch.hosts.gathered import MultiHostOptions, gather
-from lp_pipe.launch.hosts.gathering import Patience
+from lp_pipe.launch.hosts.host_join import Patience
+from lp_pipe.launch.hosts.joined_hosts import MultiHostOptions, join_hosts
 from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.launcher import named_engine
 from lp_pipe.launch.plan.hardware import Hardware, this_host
@@ -69,9 +69,9 @@ def describe_launch(
         check_channels(plan.edges, places, options.carrier)
         edges = _edges(plan, places, options.carrier)
         return [*_nodes(places), *remark, *edges, *tree, *_KNOWN_AT_THE_START, *preview.splitlines()]
-    gathered = gather(plan, options, generate_credentials())
-    gathered.gathering.close(patience_s=3.0)
-    return [*_nodes(gathered.places), *_edges(plan, gathered.places, options.carrier), *tree]
+    joined = join_hosts(plan, options, generate_credentials())
+    joined.host_join.close(patience_s=3.0)
+    return [*_nodes(joined.places), *_edges(plan, joined.places, options.carrier), *tree]
 
 
 def _promised(offer: HostOffer) -> Hardware:

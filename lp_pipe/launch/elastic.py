@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, Self
 from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.errors import NodeError
 from lp_pipe.launch.engines import Engine
-from lp_pipe.launch.hosts.gathered import Kept, MultiHostOptions
-from lp_pipe.launch.hosts.gathering import Patience
+from lp_pipe.launch.hosts.elastic_hosts import ElasticHosts
+from lp_pipe.launch.hosts.host_join import Patience
+from lp_pipe.launch.hosts.joined_hosts import KeptHosts, MultiHostOptions
 from lp_pipe.launch.hosts.source_tree import SourceTree
-from lp_pipe.launch.hosts.standing import StandingGathering
 from lp_pipe.launch.hosts.tree_store import TreeStore
 from lp_pipe.launch.launcher import RunOptions, check_program, named_engine, start_run
 from lp_pipe.launch.plan import interpreter_state
@@ -112,17 +112,17 @@ def launch_elastic(
     patience, credentials = Patience(join_timeout, host_timeout), generate_credentials()
     host_options = MultiHostOptions(known, listen, interface, patience, transport=transport)
     tree = None if sync is None else TreeStore().kept(SourceTree.of(sync))
-    standing = StandingGathering(known, credentials, listen, interface, patience, host_options.carrier)
+    hosts_of_run = ElasticHosts(known, credentials, listen, interface, patience, host_options.carrier)
 
     def start(program: Program, agents: Mapping[str, Any], used: int) -> Run:
-        kept = Kept(standing, credentials, agents, used)
+        kept = KeptHosts(hosts_of_run, credentials, agents, used)
         return start_run(program, "multi_host", replace(host_options, tree=tree, kept=kept), folder, options)
 
-    standing.open(str(RunFolder(folder).agents), needs_torch="torch" in sys.modules)
+    hosts_of_run.open(str(RunFolder(folder).agents), needs_torch="torch" in sys.modules)
     try:
-        return ElasticRun(make_program, count, standing, start)
+        return ElasticRun(make_program, count, hosts_of_run, start)
     except BaseException:
-        standing.close(_CLOSE_PATIENCE_S)
+        hosts_of_run.close(_CLOSE_PATIENCE_S)
         raise
 
 
@@ -140,13 +140,13 @@ class ElasticRun:
         self,
         make_program: MakeProgram,
         count: HostCount,
-        standing: StandingGathering,
+        hosts_of_run: ElasticHosts,
         start: Callable[[Program, Mapping[str, Any], int], Run],
     ) -> None:
         self._make_program = make_program
         self._owner = ForkGuard()
         self._count = count
-        self._standing = standing
+        self._hosts = hosts_of_run
         self._start = start
         self._is_stopping = threading.Event()
         self._is_over = Latch()
@@ -237,8 +237,8 @@ class ElasticRun:
         Raises:
             LaunchError, ValueError: there are too few, or it does not fit.
         """
-        losses = self._standing.losses  # before: a later one ends the program that begins now
-        agents = self._standing.wait_for(self._count.least, is_first, self._is_stopping)
+        losses = self._hosts.losses  # before: a later one ends the program that begins now
+        agents = self._hosts.wait_for(self._count.least, is_first, self._is_stopping)
         if self._is_stopping.is_set():
             return
         num_hosts = min(len(agents), self._count.most)
@@ -257,7 +257,7 @@ class ElasticRun:
         except (Exception, SystemExit) as error:  # of the user's function, or no room: it belongs to who waits
             self._error = error
         finally:
-            self._standing.close(_CLOSE_PATIENCE_S)
+            self._hosts.close(_CLOSE_PATIENCE_S)
             self._interrupts.uninstall()
             self._is_over.open()
 
@@ -273,11 +273,11 @@ class ElasticRun:
                 is_growing = bool(now - seen) and self._run.request_stop()
             if self._is_stopping.wait(_LOOK_EVERY_S):
                 self._run.stop()
-        self._why = f"there are {len(self._standing.up())} hosts"
+        self._why = f"there are {len(self._hosts.up())} hosts"
         try:
             self._run.wait()
         except NodeError as error:
-            if self._standing.losses == self._losses:
+            if self._hosts.losses == self._losses:
                 self._error = error
                 return False
             self._why = str(error).splitlines()[0]
@@ -286,13 +286,13 @@ class ElasticRun:
 
     def _forget_survived_losses(self) -> None:
         """Of spare hosts, or of such whose nodes run on spare ones by now: what fails later is not about them."""
-        losses = self._standing.losses
-        if losses != self._losses and time.monotonic() - self._standing.lost_at > _ECHO_S:
+        losses = self._hosts.losses
+        if losses != self._losses and time.monotonic() - self._hosts.lost_at > _ECHO_S:
             states = {row["state"] for rows in self._run.status().values() for row in rows}
             self._losses = losses if states <= _WHOLE else self._losses
 
     def _could_grow(self) -> bool:
-        return self._num_hosts < min(len(self._standing.up()), self._count.most)
+        return self._num_hosts < min(len(self._hosts.up()), self._count.most)
 
 
 def _checkpoints_in(run_dir: Path) -> set[str]:

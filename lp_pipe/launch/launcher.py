@@ -26,7 +26,7 @@ from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog, Sink
 
 if TYPE_CHECKING:  # most launches are of one host, and do not need what is for several
-    from lp_pipe.launch.hosts.gathered import MultiHostOptions
+    from lp_pipe.launch.hosts.joined_hosts import MultiHostOptions
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,8 @@ def _host_options(
     host_timeout: float,
     sync: str | os.PathLike[str] | None,
 ) -> "MultiHostOptions":
-    from lp_pipe.launch.hosts.gathered import MultiHostOptions
-    from lp_pipe.launch.hosts.gathering import Patience
+    from lp_pipe.launch.hosts.host_join import Patience
+    from lp_pipe.launch.hosts.joined_hosts import MultiHostOptions
     from lp_pipe.launch.hosts.source_tree import SourceTree
 
     tree = None if sync is None else SourceTree.of(sync)

@@ -21,8 +21,8 @@ from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.hosts.agent_link import AgentLink
 from lp_pipe.launch.hosts.assignment import Assignment, without_code
 from lp_pipe.launch.hosts.from_agent import FromAgent, PortsElsewhere
-from lp_pipe.launch.hosts.gathered import Gathered, MultiHostOptions, gather
-from lp_pipe.launch.hosts.gathering import RemoteAgent
+from lp_pipe.launch.hosts.host_join import RemoteAgent
+from lp_pipe.launch.hosts.joined_hosts import JoinedHosts, MultiHostOptions, join_hosts
 from lp_pipe.launch.hosts.local_modules import ship_local_modules, stop_shipping
 from lp_pipe.launch.hosts.relocation import Relocation, orphan_s
 from lp_pipe.launch.hosts.shared_folder import warn_of_hosts_apart
@@ -54,16 +54,16 @@ def make_host(plan: LaunchPlan, metrics: MetricsLog, options: MultiHostOptions) 
         payloads = serialize_nodes(plan)
         surroundings = Surroundings.capture(options.tree.root if options.tree else "")
         credentials = options.kept.credentials if options.kept is not None else generate_credentials()
-        gathered = gather(plan, options, credentials)
+        joined = join_hosts(plan, options, credentials)
     except BaseException:
         stop_shipping(shipped)
         raise
     run = uuid.uuid4().hex
-    ports = PortsElsewhere(plan, gathered.agents, lambda node_id: host.where(node_id))
+    ports = PortsElsewhere(plan, joined.agents, lambda node_id: host.where(node_id))
     coordinator = Coordinator(plan, lambda address: run_endpoints.name_of(run, address), metrics, ports.reserve)
-    silence_s = gathered.gathering.patience.silence_s
+    silence_s = joined.host_join.patience.silence_s
     run_endpoints.join(run_endpoints.RunMember(run, "the launcher", credentials, coordinator.find, silence_s=silence_s))
-    host = MultiHost(run, plan, coordinator, payloads, gathered, ports, shipped, options.tree, surroundings)
+    host = MultiHost(run, plan, coordinator, payloads, joined, ports, shipped, options.tree, surroundings)
     return host, coordinator
 
 
@@ -76,7 +76,7 @@ class MultiHost(Host):
         plan: LaunchPlan,
         coordinator: Coordinator,
         payloads: Mapping[str, bytes],
-        gathered: Gathered,
+        joined: JoinedHosts,
         ports: PortsElsewhere,
         shipped: list[ModuleType],
         tree: SourceTree | None,
@@ -86,15 +86,15 @@ class MultiHost(Host):
         self._plan = plan
         self._coordinator = coordinator
         self._payloads = payloads
-        self._gathered = gathered
+        self._joined = joined
         self._relocation = Relocation(
-            plan.nodes, gathered.hardware, gathered.places, coordinator, only_spares=gathered.is_elastic
+            plan.nodes, joined.hardware, joined.places, coordinator, only_spares=joined.is_elastic
         )
         self._ports = ports
         self._shipped = shipped
         self._tree = tree
         self._surroundings = surroundings
-        self._agents = dict(gathered.agents)
+        self._agents = dict(joined.agents)
         self._views: dict[str, tuple[float, list[View]]] = {}
         self._log_files = LogFiles(plan.folder, [spec.node_id for spec in plan.nodes])
         self._logs = ReceivedLogs(self._log_files)
@@ -107,7 +107,7 @@ class MultiHost(Host):
             agent.link.serve(FromAgent(self._coordinator, self._logs, agent.link, self._ports))
         for name in agents:
             self._coordinator.tell("membership", host=name, change="joined")
-        self._gathered.gathering.tell_of_losses(self._on_lost)
+        self._joined.host_join.tell_of_losses(self._on_lost)
         try:
             links = {name: agent.link for name, agent in agents.items()}
             self._send_tree(links)
@@ -148,7 +148,7 @@ class MultiHost(Host):
         for answer in wait_for(closing, _CLOSE_PATIENCE_S).done:
             with contextlib.suppress(Unavailable, LaunchError):  # it is gone, with all that it knew
                 self._past_hits.update(answer.result())
-        self._gathered.gathering.release(patience_s=_CLOSE_PATIENCE_S / 2)
+        self._joined.host_join.release(patience_s=_CLOSE_PATIENCE_S / 2)
         self._logs.close()
         run_endpoints.leave(self._run)
         stop_shipping(self._shipped)
@@ -186,7 +186,7 @@ class MultiHost(Host):
         return self._log_files.path(node_id)
 
     def _nodes_by_host(self) -> dict[str, list[NodeSpec]]:
-        nodes: dict[str, list[NodeSpec]] = {name: [] for name in self._gathered.agents}
+        nodes: dict[str, list[NodeSpec]] = {name: [] for name in self._joined.agents}
         for spec in self._plan.nodes:
             nodes[self.where(spec.node_id)].append(spec)
         return nodes
@@ -202,8 +202,8 @@ class MultiHost(Host):
             grace_s=self._plan.grace_s,
             surroundings=self._surroundings,
             preload=tuple(loaded_here()),
-            orphan_s=orphan_s(self._plan.nodes, self._gathered.is_elastic),
-            silence_s=self._gathered.gathering.patience.silence_s,
+            orphan_s=orphan_s(self._plan.nodes, self._joined.is_elastic),
+            silence_s=self._joined.host_join.patience.silence_s,
         )
 
     def _send_tree(self, links: Mapping[str, AgentLink]) -> None:

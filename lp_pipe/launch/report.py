@@ -11,7 +11,7 @@ from types import TracebackType
 from lp_pipe.errors import NodeError
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.hosts.lacking import advice_for
+from lp_pipe.launch.hosts.missing_module_hints import missing_module_hint
 from lp_pipe.launch.invocation import current_invocation
 from lp_pipe.telemetry.run_folder import RunFolder
 from lp_pipe.telemetry.tracebacks import fold_traceback, folded_message, notes, shortened
@@ -51,7 +51,7 @@ def described_failure(coordinator: Coordinator, host: Host) -> NodeError | None:
     text = failure_report(
         error,
         host=where,
-        advice=advice_for(f"{error.type_name}: {error.message}", where),
+        advice=missing_module_hint(f"{error.type_name}: {error.message}", where),
         later_failures=len(errors) - 1,
         last_lines=host.last_lines(part),
         log_path=shown(log_path) if log_path is not None and log_path.exists() else None,

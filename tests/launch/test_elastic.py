@@ -216,7 +216,7 @@ def test_a_stop_while_hosts_are_missing_ends_at_once() -> None:
 
 
 class Lost:
-    """In the place of a StandingGathering: its host is lost once the node fails, and no other one comes."""
+    """In the place of a ElasticHosts: its host is lost once the node fails, and no other one comes."""
 
     losses = 0
     lost_at = math.inf

@@ -8,11 +8,11 @@ from typing import Any
 from lp_pipe.errors import NodeError, Unavailable
 from lp_pipe.launch.coordination.call_rate import CallRate
 from lp_pipe.launch.coordination.directory import Directory
-from lp_pipe.launch.coordination.lives import Lives, Order
+from lp_pipe.launch.coordination.first_failure import ECHO_PATIENCE_S
+from lp_pipe.launch.coordination.node_lifecycle import NodeLifecycles, Order
 from lp_pipe.launch.coordination.ports import Ports
 from lp_pipe.launch.coordination.record import Failure, NodeRecord
 from lp_pipe.launch.coordination.settling import Settlement, SettlingLock
-from lp_pipe.launch.coordination.verdict import ECHO_PATIENCE_S
 from lp_pipe.launch.plan.launch_plan import LaunchPlan
 from lp_pipe.telemetry.events import EventLog
 from lp_pipe.telemetry.metrics import MetricsLog
@@ -40,7 +40,7 @@ class Coordinator:
         self.plan = plan
         self._endpoint_of = endpoint_of
         self._metrics = metrics
-        self._lives = Lives(plan.nodes, self._withdraw_all)
+        self._lifecycles = NodeLifecycles(plan.nodes, self._withdraw_all)
         self._directory = Directory()
         self._inner_ended: list[tuple[str, Future[str]]] = []  # who waits for the inner nodes of a colocation
         self._reserve_port = reserve_port or Ports().reserve
@@ -88,8 +88,8 @@ class Coordinator:
         """Nobody listens there any more; if its node fails, how will be known when that has ended."""
         with self._lock:
             self._directory.withdraw([address])
-            if is_failing and not self._lives.stop_requested:
-                self._lives.ends_unasked(self.plan.owners[address])
+            if is_failing and not self._lifecycles.stop_requested:
+                self._lifecycles.ends_unasked(self.plan.owners[address])
 
     def hear(self) -> "Future[str]":
         """Done once all that was said before has been heard."""
@@ -145,7 +145,7 @@ class Coordinator:
     def stop_inner_nodes(self, colocation: str) -> None:
         """Take the inner nodes of a MultiProcessingColocation down, and not the program."""
         with self._changing():
-            self._lives.end_inner_nodes(colocation)
+            self._lifecycles.end_inner_nodes(colocation)
 
     def reserve_port(self, address: str) -> str:
         """A "host:port" that nobody uses, the same for every asker."""
@@ -158,7 +158,7 @@ class Coordinator:
         from_outside: the launcher or another terminal asks, and not a node.
         """
         with self._changing():
-            is_first, self._lives.stop_requested = self._lives.must_go_on, True
+            is_first, self._lifecycles.stop_requested = self._lifecycles.must_go_on, True
             self._hurry = self._hurry or hurry
             self.was_stopped_from_outside |= is_first and from_outside
         return is_first
@@ -176,8 +176,8 @@ class Coordinator:
     def node_started(self, node_id: str, pid: int, call_rate: CallRate | None = None) -> None:
         """Its process or thread is there. call_rate: of its servers, where these are in this process."""
         with self._changing():
-            self._lives.started(node_id, pid)
-            self._lives.nodes[node_id].call_rate = call_rate or CallRate()
+            self._lifecycles.started(node_id, pid)
+            self._lifecycles.nodes[node_id].call_rate = call_rate or CallRate()
             self.tell("start", node_id, pid=pid)
 
     def node_calls(self, node_id: str, calls: int) -> None:
@@ -188,13 +188,13 @@ class Coordinator:
         """As `node_calls`, of many nodes."""
         with self._lock:
             for node_id, calls in taken.items():
-                self._lives.nodes[node_id].call_rate.count(calls)
+                self._lifecycles.nodes[node_id].call_rate.count(calls)
 
     def node_ended(self, node_id: str, failure: Failure | None, can_restart: bool = True) -> None:
         """The node's code is done. The first word counts: a process's exit after it adds nothing."""
         with self._changing():
-            news = self._lives.ended(node_id, failure, can_restart)
-            if failure is not None and self._lives.nodes[node_id].error is failure:
+            news = self._lifecycles.ended(node_id, failure, can_restart)
+            if failure is not None and self._lifecycles.nodes[node_id].error is failure:
                 self.tell("death", node_id, how=failure.summary)
         if news and failure is not None:  # not with the lock held: a handler of the user's may ask for the status
             _log.warning("%s", "\n  ".join([news, *fold_traceback(failure.traceback)[-_SHOWN_LINES:]]))
@@ -202,12 +202,12 @@ class Coordinator:
     def node_ends_unasked(self, node_id: str) -> None:
         """Its process had begun to end before it could be told to; how, will be known."""
         with self._lock:
-            self._lives.ends_unasked(node_id)
+            self._lifecycles.ends_unasked(node_id)
 
     def node_down(self, node_id: str) -> None:
         """Nothing of the node is left; or it did not end in time, and was left behind."""
         with self._changing():
-            self._lives.gone(node_id)
+            self._lifecycles.gone(node_id)
 
     # What the run asks.
 
@@ -215,59 +215,61 @@ class Coordinator:
         """State, pid, last error and restarts of every node, by label."""
         with self._lock:
             table: dict[str, list[dict[str, Any]]] = {}
-            for unit in self._lives.units.values():
-                table.setdefault(unit.spec.label, []).append(unit.row())
+            for group in self._lifecycles.groups.values():
+                table.setdefault(group.spec.label, []).append(group.row())
             return table
 
     def states(self) -> dict[str, str]:
         """By node_id, of every process and thread."""
         with self._lock:
-            return {node_id: record.state for node_id, record in self._lives.nodes.items()}
+            return {node_id: record.state for node_id, record in self._lifecycles.nodes.items()}
 
     def note_waits(self, waiting: Mapping[str, str]) -> None:
         """What nodes have waited for longer than the program's limit, by node_id; for `status`."""
         with self._lock:
-            for node_id, record in self._lives.nodes.items():
+            for node_id, record in self._lifecycles.nodes.items():
                 record.waiting = waiting.get(node_id)
 
     def nodes_up(self) -> list[str]:
         """Names of the nodes of which something is left."""
         with self._lock:
-            return [name for name, unit in self._lives.units.items() if not all(part.is_down for part in unit.parts)]
+            return [
+                name for name, group in self._lifecycles.groups.items() if not all(part.is_down for part in group.parts)
+            ]
 
     def main_part(self, name: str) -> str:
         """The node_id of what a node of the program is to be asked by: the part that failed, or its first."""
         with self._lock:
-            first = self._lives.verdict.first
+            first = self._lifecycles.first_failure.first
             if first is not None and first[0].name == name:
                 return first[0].node_id
-            return self._lives.units[name].spec.node_id
+            return self._lifecycles.groups[name].spec.node_id
 
     def is_running(self, node_id: str) -> bool:
         """Whether the node's code has not ended."""
         with self._lock:
-            return self._lives.nodes[node_id].is_alive
+            return self._lifecycles.nodes[node_id].is_alive
 
     def is_gone(self, node_id: str) -> bool:
         """Whether nothing is left of it, also when it will start again."""
         with self._lock:
-            return self._lives.nodes[node_id].is_gone
+            return self._lifecycles.nodes[node_id].is_gone
 
     def must_end(self, node_id: str) -> bool:
         """Whether the node was told to end, alone or with the whole program."""
         with self._lock:
-            node = self._lives.nodes[node_id]
-            return (self._lives.stop_requested or node.is_ending) and not node.is_ending_unasked
+            node = self._lifecycles.nodes[node_id]
+            return (self._lifecycles.stop_requested or node.is_ending) and not node.is_ending_unasked
 
     def still_ending(self, node_ids: Iterable[str]) -> list[str]:
         """Those that were told to end and are not gone."""
         with self._lock:
-            return [node_id for node_id in node_ids if self._lives.nodes[node_id].is_ending]
+            return [node_id for node_id in node_ids if self._lifecycles.nodes[node_id].is_ending]
 
     def wait_for_end(self, node_ids: Sequence[str], patience_s: float | None = None) -> bool:
         """Wait until those that were told to end are gone; False when the patience (or, in a hurry, none) is spent."""
         with self._changed:
-            nodes = [self._lives.nodes[node_id] for node_id in node_ids]
+            nodes = [self._lifecycles.nodes[node_id] for node_id in node_ids]
             is_impatient = patience_s is not None
 
             def all_ended() -> bool:
@@ -284,30 +286,30 @@ class Coordinator:
         None once the program must stop (somebody asked, or a node failed) or all nodes are down: take them all down.
         """
         with self._changing():
-            while self._lives.must_go_on:
-                if (order := self._lives.next_order()) is not None:
+            while self._lifecycles.must_go_on:
+                if (order := self._lifecycles.next_order()) is not None:
                     if order.is_restart:
                         self._tell_restarts(order.node_ids)
                     return order
-                if self._lives.verdict.settle():
-                    self._lives.stop_requested = True
+                if self._lifecycles.first_failure.settle():
+                    self._lifecycles.stop_requested = True
                 else:
-                    self._changed.wait(self._lives.until_next_decision())
-            self._lives.end_all()
+                    self._changed.wait(self._lifecycles.until_next_decision())
+            self._lifecycles.end_all()
         return None
 
     def finish(self) -> None:
         """The program is over: nobody will be found any more."""
         with self._changing():
-            self._lives.verdict.settle(is_final=True)
+            self._lifecycles.first_failure.settle(is_final=True)
             self._is_over = True
             self._settling.settle(self._directory.give_all_up(f"program {self.plan.program!r} has ended"))
 
     def why_gone(self) -> dict[str, str]:
         """For every address, by its id: why nobody listens there any more."""
-        lives, owners = self._lives, self.plan.owners
+        lifecycles, owners = self._lifecycles, self.plan.owners
         with self._lock:
-            return {address: lives.why_gone(lives.nodes[owner]) for address, owner in owners.items()}
+            return {address: lifecycles.why_gone(lifecycles.nodes[owner]) for address, owner in owners.items()}
 
     def failure(self) -> NodeError | None:
         """The first failure, as `wait()` raises it."""
@@ -319,16 +321,16 @@ class Coordinator:
         dying: pids by node_id, of processes whose ends are still to be told; wait for these, too.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._lives.are_settled(dying), 2 * ECHO_PATIENCE_S)
+            self._changed.wait_for(lambda: self._lifecycles.are_settled(dying), 2 * ECHO_PATIENCE_S)
         return self.failure()
 
     def failures(self) -> list[NodeError]:
         """The first one and all that came after it."""
         with self._lock:
-            return self._lives.verdict.errors()
+            return self._lifecycles.first_failure.errors()
 
     def _name_of(self, node_id: str) -> str:
-        record = self._lives.nodes.get(node_id)
+        record = self._lifecycles.nodes.get(node_id)
         return record.spec.name if record is not None else node_id
 
     def _not_in_program(self) -> RuntimeError:
@@ -342,14 +344,16 @@ class Coordinator:
             return self._not_in_program()
         if (endpoint := self._directory.find(address)) is not None:
             return endpoint
-        record = self._lives.nodes[owner]
+        record = self._lifecycles.nodes[owner]
         if not record.may_register or self._is_over:
-            return Unavailable(self._lives.why_gone(record))
+            return Unavailable(self._lifecycles.why_gone(record))
         return None
 
     def _inner_settled(self) -> list[Settlement]:
         ended = [
-            item for item in self._inner_ended if all(record.is_down for record in self._lives.inner_nodes(item[0]))
+            item
+            for item in self._inner_ended
+            if all(record.is_down for record in self._lifecycles.inner_nodes(item[0]))
         ]
         for item in ended:
             self._inner_ended.remove(item)
@@ -358,8 +362,8 @@ class Coordinator:
     def _tell_restarts(self, node_ids: Iterable[str]) -> None:
         for node_id in node_ids:
             self._told_ready.discard(node_id)
-            unit = self._lives.units[self._lives.nodes[node_id].spec.name]
-            self.tell("restart", node_id, restarts=unit.row()["restarts"])
+            group = self._lifecycles.groups[self._lifecycles.nodes[node_id].spec.name]
+            self.tell("restart", node_id, restarts=group.row()["restarts"])
 
     def _withdraw_all(self, record: NodeRecord) -> None:
         """Forget where the node listened, and settle the futures that wait for it in vain."""
@@ -371,4 +375,4 @@ class Coordinator:
         if record.state == "restarting":
             self._settling.settle(self._directory.lose_state(record.spec.addresses, record.spec.node_id))
         if not record.may_register:
-            self._settling.settle(self._directory.give_up(record.spec.addresses, self._lives.why_gone(record)))
+            self._settling.settle(self._directory.give_up(record.spec.addresses, self._lifecycles.why_gone(record)))

@@ -174,9 +174,9 @@ class _Calls:
         self._trees = TreeStore()
         self.start, self.close = agent.start, agent.close
 
-    def lacking(self, tree: SourceTree) -> "Future[list[str]]":
+    def missing_contents(self, tree: SourceTree) -> "Future[list[str]]":
         """Digests of those contents of a source tree that this host does not have."""
-        return _in_thread("sources", lambda: self._trees.lacking(tree))
+        return _in_thread("sources", lambda: self._trees.missing_contents(tree))
 
     def take(self, contents: list[bytes]) -> "Future[None]":
         return _in_thread("sources", lambda: self._trees.take(contents))

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.hosts.agent_link import AgentLink
-from lp_pipe.launch.hosts.gathering import RemoteAgent
+from lp_pipe.launch.hosts.host_join import RemoteAgent
 from lp_pipe.launch.hosts.shipped_logs import ReceivedLogs
 from lp_pipe.launch.plan.launch_plan import LaunchPlan
 from lp_pipe.telemetry.terminal_lines import Unfinished

@@ -91,8 +91,8 @@ class Relocation:
             lost = [spec for spec in self._nodes.values() if self._places[spec.node_id].host == host]
             states = self._coordinator.states()
             moving = [spec for spec in lost if spec.may_start_again and states[spec.node_id] not in _OVER]
-            if moving and (lacking := self._move(moving, states)):
-                moving, failure = [], Failure("HostLost", f"{why}; its nodes cannot start on another host: {lacking}")
+            if moving and (problem := self._move(moving, states)):
+                moving, failure = [], Failure("HostLost", f"{why}; its nodes cannot start on another host: {problem}")
             fenced = [spec.node_id for spec in moving if not self._coordinator.is_gone(spec.node_id)]
             self._fenced.update((node_id, max(until, self._fenced.get(node_id, until))) for node_id in fenced)
         for spec in lost:

@@ -129,7 +129,7 @@ def digest_of(data: bytes) -> str:
 
 def _send(tree: SourceTree, link: AgentLink) -> list[TreeFile]:
     """Returns what the host lacked."""
-    files = tree.files_with(link.ask("lacking", tree).result(_PATIENCE_S))
+    files = tree.files_with(link.ask("missing_contents", tree).result(_PATIENCE_S))
     for batch in batches(files):
         link.ask("take", [tree.read(file) for file in batch]).result(_PATIENCE_S)
     link.ask("lay_out", tree).result(_PATIENCE_S)

@@ -25,7 +25,7 @@ class TreeStore:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or cache_folder() / "sync"
 
-    def lacking(self, tree: SourceTree) -> list[str]:
+    def missing_contents(self, tree: SourceTree) -> list[str]:
         """Digests of the contents that are not here."""
         return sorted({file.digest for file in tree.files if self._content(file.digest) is None})
 
@@ -47,7 +47,7 @@ class TreeStore:
         Raises:
             LaunchError: as `take`; a file has changed meanwhile.
         """
-        for batch in batches(tree.files_with(self.lacking(tree))):
+        for batch in batches(tree.files_with(self.missing_contents(tree))):
             self.take([tree.read(file) for file in batch])
         return dataclasses.replace(tree, copy=self.lay_out(tree))
 

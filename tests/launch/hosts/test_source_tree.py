@@ -83,9 +83,9 @@ def test_a_host_lacks_only_contents_that_it_has_not_seen(tmp_path: Path) -> None
     (folder / "b.py").chmod(0o755)
     store = TreeStore(tmp_path / "store")
     tree = SourceTree.of(folder)
-    assert store.lacking(tree) == sorted([digest_of(b"a"), digest_of(b"b")])
+    assert store.missing_contents(tree) == sorted([digest_of(b"a"), digest_of(b"b")])
     store.take([b"a", b"b"])
-    assert store.lacking(tree) == []
+    assert store.missing_contents(tree) == []
     laid_out = Path(store.lay_out(tree))
     assert {path.name: path.read_text() for path in laid_out.iterdir()} == {
         "a.py": "a",
@@ -94,7 +94,7 @@ def test_a_host_lacks_only_contents_that_it_has_not_seen(tmp_path: Path) -> None
     }
     assert os.access(laid_out / "b.py", os.X_OK)
     changed = SourceTree.of(write(folder, {"a.py": "new"}))
-    assert store.lacking(changed) == [digest_of(b"new")]
+    assert store.missing_contents(changed) == [digest_of(b"new")]
 
 
 def test_contents_that_are_damaged_on_the_host_come_again(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_contents_that_are_damaged_on_the_host_come_again(tmp_path: Path) -> Non
     (kept,) = (tmp_path / "store").glob("objects/*/*")
     kept.chmod(0o600)
     kept.write_text("bits flipped")
-    assert store.lacking(tree) == [digest_of(b"a")]
+    assert store.missing_contents(tree) == [digest_of(b"a")]
 
 
 @pytest.mark.parametrize("path", ["../outside.py", "/etc/passwd", "a/../../b.py", ""])
@@ -130,7 +130,7 @@ def test_what_no_run_has_used_for_long_is_removed(tmp_path: Path) -> None:
         os.utime(path, (long_ago, long_ago))
     assert os.path.isdir(store.lay_out(new))
     assert not os.path.exists(tree)
-    assert store.lacking(old) and not store.lacking(new)
+    assert store.missing_contents(old) and not store.missing_contents(new)
 
 
 def test_a_host_that_cannot_keep_sources_says_where(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from lp_pipe.launch.plan.spec import NodeSpec
 ECHO_PATIENCE_S = 2.0
 
 
-class Verdict:
+class FirstFailure:
     """Judges failures as they come in. Not thread-safe: the coordinator holds its lock."""
 
     def __init__(self) -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from lp_pipe.errors import NodeError
-from lp_pipe.launch.hosts.lacking import advice_for
+from lp_pipe.launch.hosts.missing_module_hints import missing_module_hint
 from lp_pipe.launch.report import failure_report
 
 
 def test_a_module_of_this_host_is_to_be_installed_or_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_here.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    said = advice_for("ModuleNotFoundError: No module named 'only_here.part'", "h2")
+    said = missing_module_hint("ModuleNotFoundError: No module named 'only_here.part'", "h2")
     assert said == "only_here is found here, but not on h2: install it there, or send your sources with --sync=DIR"
     error = NodeError("trainer", 0, "ModuleNotFoundError", "No module named 'only_here'")
     assert failure_report(error, host="h2", advice=said).splitlines()[:2] == [
@@ -24,7 +24,7 @@ def test_a_module_of_this_host_is_to_be_installed_or_sent(tmp_path: Path, monkey
 
 def test_a_file_of_this_host_is_to_be_sent_or_shared(tmp_path: Path) -> None:
     (tmp_path / "data.txt").touch()
-    said = advice_for(f"FileNotFoundError: [Errno 2] No such file or directory: '{tmp_path}/data.txt'", "h2")
+    said = missing_module_hint(f"FileNotFoundError: [Errno 2] No such file or directory: '{tmp_path}/data.txt'", "h2")
     assert said.startswith("it is here, but not on h2: ")
 
 
@@ -37,8 +37,8 @@ def test_a_file_of_this_host_is_to_be_sent_or_shared(tmp_path: Path) -> None:
     ],
 )
 def test_what_this_host_lacks_too_is_no_matter_of_hosts(summary: str) -> None:
-    assert advice_for(summary, "h2") == ""
+    assert missing_module_hint(summary, "h2") == ""
 
 
 def test_on_this_host_there_is_nothing_to_send() -> None:
-    assert advice_for("ModuleNotFoundError: No module named 'json'", socket.gethostname()) == ""
+    assert missing_module_hint("ModuleNotFoundError: No module named 'json'", socket.gethostname()) == ""

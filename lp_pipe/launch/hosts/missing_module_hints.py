@@ -10,7 +10,7 @@ _MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
 _FILE = re.compile(r"FileNotFoundError: .*: '(.+)'")
 
 
-def advice_for(summary: str, host: str) -> str:
+def missing_module_hint(summary: str, host: str) -> str:
     """summary: type and message of the failure of a node on `host`; "" where there is nothing to say."""
     if host == socket.gethostname():
         return ""

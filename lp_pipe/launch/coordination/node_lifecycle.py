@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from lp_pipe.launch.coordination.first_failure import FirstFailure
+from lp_pipe.launch.coordination.node_group import NodeGroup
 from lp_pipe.launch.coordination.record import Failure, NodeRecord
-from lp_pipe.launch.coordination.unit import Unit
-from lp_pipe.launch.coordination.verdict import Verdict
 from lp_pipe.launch.plan.spec import NodeSpec
 
 
@@ -17,19 +17,19 @@ class Order(NamedTuple):
     node_ids: list[str]
 
 
-class Lives:
+class NodeLifecycles:
     """Not thread-safe: the coordinator holds its lock.
 
-    nodes: by node_id; units: what the program calls its nodes, by label/index.
+    nodes: by node_id; groups: what the program calls its nodes, by label/index.
     withdraw(record): its code has ended, or nothing of it is left: its servers are gone.
     """
 
     def __init__(self, specs: Iterable[NodeSpec], withdraw: Callable[[NodeRecord], None]) -> None:
         self.nodes = {spec.node_id: NodeRecord(spec) for spec in specs}
-        self.units: dict[str, Unit] = {}
+        self.groups: dict[str, NodeGroup] = {}
         for record in self.nodes.values():
-            self.units.setdefault(record.spec.name, Unit([])).parts.append(record)
-        self.verdict = Verdict()
+            self.groups.setdefault(record.spec.name, NodeGroup([])).parts.append(record)
+        self.first_failure = FirstFailure()
         self.stop_requested = False
         self._withdraw = withdraw
         self._restart_at: dict[str, float] = {}  # by node_id: nodes that are down for now (time.monotonic)
@@ -46,9 +46,9 @@ class Lives:
 
     def why_gone(self, record: NodeRecord) -> str:
         """For those who would call it: what it says itself, and which failure has stopped it, or was echoed by it."""
-        if self.verdict.first is None:
+        if self.first_failure.first is None:
             return record.why_gone
-        spec, failure = self.verdict.first
+        spec, failure = self.first_failure.first
         cause = f"node {spec.node_id} failed: {failure.summary}"
         if record.state == "stopped":
             return f"{record.why_gone}, because {cause}"
@@ -60,13 +60,13 @@ class Lives:
     def ends_unasked(self, node_id: str) -> None:
         """It has begun to end, which others may notice, and stop the program for, before it has said how."""
         record = self.nodes[node_id]
-        record.is_ending_unasked = record.is_alive and self.units[record.spec.name].is_vital(record)
+        record.is_ending_unasked = record.is_alive and self.groups[record.spec.name].is_vital(record)
 
     def are_settled(self, dying: Mapping[str, int]) -> bool:
         """Whether it is known what has ended these processes (pids by node_id), and which failure was the first."""
         ends = [node for node_id, pid in dying.items() if (node := self.nodes[node_id]).pid == pid]
         ends += [node for node in self.nodes.values() if node.is_ending_unasked]
-        return self.verdict.due_at is None and not any(node.is_alive for node in ends)
+        return self.first_failure.due_at is None and not any(node.is_alive for node in ends)
 
     def started(self, node_id: str, pid: int) -> None:
         record = self.nodes[node_id]
@@ -86,31 +86,31 @@ class Lives:
     def gone(self, node_id: str) -> None:
         """Nothing of the node is left; what was killed before its code ended has not failed."""
         record = self.nodes[node_id]
-        unit = self.units[record.spec.name]
+        group = self.groups[record.spec.name]
         if record.is_gone:
             return
         if record.is_alive:
-            record.state = "restarting" if unit.is_restarting else "stopped"
+            record.state = "restarting" if group.is_restarting else "stopped"
             self._withdraw(record)
         if record.state != "restarting" or self.stop_requested:
             self._put_down(record)
             return
         record.is_gone, record.is_ending, record.pid = True, False, 0
-        due, wait_s = unit.due_with(record)
+        due, wait_s = group.due_with(record)
         self._restart_at.update({part.spec.node_id: time.monotonic() + wait_s for part in due})
 
     def end_inner_nodes(self, colocation: str) -> None:
         """Have the inner nodes of a MultiProcessingColocation taken down for good."""
         inner = self.inner_nodes(colocation)
-        if not self.units[inner[0].spec.name].is_restarting:  # else they end already, and must start again
+        if not self.groups[inner[0].spec.name].is_restarting:  # else they end already, and must start again
             self._end(inner)
 
     def end_all(self) -> None:
         """Have everything taken down for good: nothing starts any more."""
         self._restart_at.clear()
-        for unit in self.units.values():
-            unit.is_restarting = False
-            for part in unit.parts:
+        for group in self.groups.values():
+            group.is_restarting = False
+            for part in group.parts:
                 part.is_ending = not part.is_gone
                 if part.is_gone:
                     self._put_down(part)
@@ -129,47 +129,50 @@ class Lives:
 
     def until_next_decision(self) -> float | None:
         """In how many seconds there is something to decide that nobody has to tell."""
-        times = [*self._restart_at.values(), *([self.verdict.due_at] if self.verdict.due_at is not None else [])]
+        times = [
+            *self._restart_at.values(),
+            *([self.first_failure.due_at] if self.first_failure.due_at is not None else []),
+        ]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _conclude(self, record: NodeRecord, failure: Failure | None, can_restart: bool) -> str:
         """The state after the end of a node's code, by its group's policy; what the log should say of it."""
-        unit = self.units[record.spec.name]
+        group = self.groups[record.spec.name]
         if failure is not None and self._is_of_the_stop(record, failure):
             failure = None
         record.error = failure or record.error
         may_restart = can_restart and not self.stop_requested
-        if unit.is_restarting and may_restart:
+        if group.is_restarting and may_restart:
             record.state = "restarting"
         elif failure is None or (record.is_ending and not self.stop_requested):
             record.state = "stopped" if self.stop_requested or record.is_ending else "finished"
         else:
-            return self._fail(unit, record, failure, may_restart)
+            return self._fail(group, record, failure, may_restart)
         return ""
 
     def _is_of_the_stop(self, record: NodeRecord, failure: Failure) -> bool:
         """Whether its neighbours' ordered end has ended it, and no failure has."""
-        return failure.is_plain_echo and self.verdict.first is None and self._is_after_the_stop(record)
+        return failure.is_plain_echo and self.first_failure.first is None and self._is_after_the_stop(record)
 
     def _is_after_the_stop(self, record: NodeRecord) -> bool:
         """Whether the program's stop was asked for before this one's code began to end."""
         return self.stop_requested and not record.is_ending_unasked
 
-    def _fail(self, unit: Unit, record: NodeRecord, failure: Failure, may_restart: bool) -> str:
-        news = unit.news_of(record, failure, may_restart)
-        others = [part for part in unit.parts if part is not record]
+    def _fail(self, group: NodeGroup, record: NodeRecord, failure: Failure, may_restart: bool) -> str:
+        news = group.news_of(record, failure, may_restart)
+        others = [part for part in group.parts if part is not record]
         if record.state == "restarting":
-            if unit.is_restarting:
+            if group.is_restarting:
                 self._restart_with(others)
             return news
-        unit.is_restarting = False
+        group.is_restarting = False
         self._restart_at.pop(record.spec.node_id, None)
         is_late = self._is_after_the_stop(record)
-        if unit.policy_for(failure) == "ignore":
+        if group.policy_for(failure) == "ignore":
             self._end(others)
-        elif self.verdict.judge(record.spec, failure, is_late):
+        elif self.first_failure.judge(record.spec, failure, is_late):
             self.stop_requested = True
-        elif self.verdict.first is None and is_late:  # nothing else would tell: wait() is quiet
+        elif self.first_failure.first is None and is_late:  # nothing else would tell: wait() is quiet
             news = f"node {record.spec.node_id} failed after the stop: {failure.summary}"
         return news
 

@@ -12,7 +12,7 @@ _STATES = ("failed", "running", "starting", "restarting", "stopped", "finished")
 
 
 @dataclass
-class Unit:
+class NodeGroup:
     """Usually of one part; the processes of a MultiProcessingColocation start again together.
 
     restarts: of the whole, by the policy of its group; those of single parts (their retries) come on top.

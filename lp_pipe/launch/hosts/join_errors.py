@@ -10,7 +10,7 @@ _LINES = 5  # of what one of them printed; where several are told of, fewer
 _FEW_LINES = 2
 
 
-def who_is_missing(
+def hosts_not_joined(
     missing: Sequence[str],
     of: int,
     refusals: Sequence[str],

@@ -8,7 +8,7 @@ import time
 from lp_pipe.connections import Listener
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines.base import HostOffer, Invitation, StartedAgent
-from lp_pipe.launch.hosts.gathering import Gathering, RemoteAgent
+from lp_pipe.launch.hosts.host_join import HostJoin, RemoteAgent
 from lp_pipe.launch.hosts.relocation import fence_s
 
 _log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ _LOOK_EVERY_S = 0.2
 _BRING_BACK_EVERY_S = 5.0
 
 
-class StandingGathering(Gathering):
+class ElasticHosts(HostJoin):
     """Agents may join at any time: those that were lost, and others that know the run's secret.
 
     losses: how many hosts were lost so far; lost_at: when the last one was (time.monotonic).
@@ -74,7 +74,7 @@ class StandingGathering(Gathering):
             if len(up) >= least and not is_coming and is_clear:
                 break
             if len(up) < least and (is_late or (is_first and missing and not is_coming)):
-                why = self._who_is_missing(missing, time.monotonic() - began)
+                why = self._hosts_not_joined(missing, time.monotonic() - began)
                 raise LaunchError(f"{len(up)} hosts are up, at least {least} are needed. {why}")
             with self._changed:
                 self._changed.wait(_LOOK_EVERY_S)

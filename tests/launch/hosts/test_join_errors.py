@@ -1,7 +1,7 @@
 """The error of a launch that some hosts have not joined: short, and the reason first."""
 
 from lp_pipe.launch.engines import StartedAgent
-from lp_pipe.launch.hosts.missing import who_is_missing
+from lp_pipe.launch.hosts.join_errors import hosts_not_joined
 
 
 class Agent(StartedAgent):
@@ -20,7 +20,7 @@ class Agent(StartedAgent):
 
 def explained(*agents: Agent, refusals: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> list[str]:
     names = [name for one in agents for name in one.hosts] + [*also]
-    return who_is_missing(names, 100, refusals, agents, 2.4, "runs/x/agents").splitlines()
+    return hosts_not_joined(names, 100, refusals, agents, 2.4, "runs/x/agents").splitlines()
 
 
 def test_who_ended_says_why_and_who_is_only_late_is_said_to_be_late() -> None:

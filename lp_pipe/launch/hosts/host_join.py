@@ -16,7 +16,7 @@ from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAg
 from lp_pipe.launch.hosts import handshake
 from lp_pipe.launch.hosts.agent_link import ALIVE, AgentLink
 from lp_pipe.launch.hosts.handshake import Joining, Versions
-from lp_pipe.launch.hosts.missing import who_is_missing
+from lp_pipe.launch.hosts.join_errors import hosts_not_joined
 from lp_pipe.launch.hosts.network import addresses_for
 
 _log = logging.getLogger(__name__)
@@ -49,11 +49,11 @@ class RemoteAgent:
     joining: Joining
     is_silent = False  # it was given up, and does not know
 
-    def __init__(self, connection: Connection, gathering: "Gathering", silence_s: float) -> None:
+    def __init__(self, connection: Connection, host_join: "HostJoin", silence_s: float) -> None:
         self.link = AgentLink(connection)
         self.has_joined = False
         self._connection = connection
-        self._gathering = gathering
+        self._host_join = host_join
         self._watch = SilenceWatch(silence_s, self._on_silence, connection.peer)
         self._silence_s = silence_s
 
@@ -76,9 +76,9 @@ class RemoteAgent:
             if frame.name != handshake.JOIN:
                 raise LaunchError(f"an agent begins with {handshake.JOIN!r}, not with {frame.name[:100]!r}")
             self.joining = Joining.from_bytes(bytes(frame.body))
-            self._gathering.join(self)
+            self._host_join.join(self)
         except LaunchError as error:
-            self._gathering.refused(str(error))
+            self._host_join.refused(str(error))
             self._connection.close(str(error))
 
     def welcome(self) -> None:
@@ -94,10 +94,10 @@ class RemoteAgent:
         self._watch.end()
         self.link.on_close(reason)
         if self.has_joined:
-            self._gathering.lost(self, reason)
+            self._host_join.lost(self, reason)
 
 
-class Gathering:
+class HostJoin:
     """on_lost(agent, why): one that had joined is gone; called in its connection's thread.
 
     listen: the address or name by which the hosts reach the launcher, "NAME" or "NAME@BIND"; "": found out.
@@ -135,7 +135,7 @@ class Gathering:
     def offers(self) -> dict[str, HostOffer]:
         return self._offers
 
-    def gather(self, log_dir: str, needs_torch: bool) -> dict[str, RemoteAgent]:
+    def start_and_wait(self, log_dir: str, needs_torch: bool) -> dict[str, RemoteAgent]:
         """Start the agents and wait for them; by host, in the engine's order.
 
         Raises:
@@ -262,12 +262,12 @@ class Gathering:
             if ended or self._refusals:
                 deadline = min(deadline, time.monotonic() + _MORE_NEWS_S)
             if time.monotonic() >= deadline or (ended and len(ended) == len(concerned)):
-                raise LaunchError(self._who_is_missing(missing, time.monotonic() - began))
+                raise LaunchError(self._hosts_not_joined(missing, time.monotonic() - began))
             with self._changed:
                 self._changed.wait(_LOOK_EVERY_S)
 
-    def _who_is_missing(self, missing: Sequence[str], waited_s: float) -> str:
-        return who_is_missing(missing, len(self._offers), self._refusals, self._watched, waited_s, self._log_dir)
+    def _hosts_not_joined(self, missing: Sequence[str], waited_s: float) -> str:
+        return hosts_not_joined(missing, len(self._offers), self._refusals, self._watched, waited_s, self._log_dir)
 
     def _explained(self, name: str, reason: str, *, is_silent: bool) -> str:
         watched = next((one for one in self._watched if name in one.hosts), None)

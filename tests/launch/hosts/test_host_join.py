@@ -11,8 +11,8 @@ from lp_pipe.launch.engines.base import Invitation, StartedAgent
 from lp_pipe.launch.engines.local import LocalEngine
 from lp_pipe.launch.hosts import handshake
 from lp_pipe.launch.hosts.agent_link import ALIVE
-from lp_pipe.launch.hosts.gathering import Gathering, Patience
 from lp_pipe.launch.hosts.handshake import Joining, Versions
+from lp_pipe.launch.hosts.host_join import HostJoin, Patience
 from lp_pipe.launch.plan.hardware import this_host
 
 
@@ -52,8 +52,8 @@ class OneAfterTheOther(LocalEngine):
 
 def test_who_has_joined_hears_of_the_launcher_while_it_waits_for_others() -> None:
     """An agent that hears nothing for eight seconds takes the launcher for dead; the last host may need a minute."""
-    gathering = Gathering(OneAfterTheOther(), generate_credentials(), "", "", Patience(join_s=30.0, silence_s=60.0))
+    host_join = HostJoin(OneAfterTheOther(), generate_credentials(), "", "", Patience(join_s=30.0, silence_s=60.0))
     try:
-        assert list(gathering.gather("", needs_torch=False)) == ["first", "second"]
+        assert list(host_join.start_and_wait("", needs_torch=False)) == ["first", "second"]
     finally:
-        gathering.close(patience_s=1.0)
+        host_join.close(patience_s=1.0)

@@ -8,7 +8,7 @@ from lp_pipe.connections import tcp_carriers
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.launch.engines import Engine
 from lp_pipe.launch.hosts.edges import check_channels
-from lp_pipe.launch.hosts.gathering import Gathering, Patience, RemoteAgent
+from lp_pipe.launch.hosts.host_join import HostJoin, Patience, RemoteAgent
 from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.plan.hardware import Hardware
 from lp_pipe.launch.plan.host_placement import HostPlacement, offered, place_on_hosts
@@ -16,10 +16,10 @@ from lp_pipe.launch.plan.launch_plan import LaunchPlan
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptHosts:
     """Hosts that have joined before, and outlive the program: it runs on the first `used`, the others are spares."""
 
-    gathering: Gathering
+    host_join: HostJoin
     credentials: Credentials
     agents: Mapping[str, RemoteAgent]
     used: int
@@ -38,7 +38,7 @@ class MultiHostOptions:
     interface: str = ""
     patience: Patience = field(default_factory=Patience)
     tree: SourceTree | None = None
-    kept: Kept | None = None
+    kept: KeptHosts | None = None
     transport: str = "auto"
 
     def __post_init__(self) -> None:
@@ -51,43 +51,43 @@ class MultiHostOptions:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class JoinedHosts:
     """The hosts of a run are there, and it is decided what goes where; nothing of the program runs.
 
     is_elastic: with one host less it is another program that runs.
     """
 
-    gathering: Gathering
+    host_join: HostJoin
     agents: Mapping[str, RemoteAgent]
     hardware: Mapping[str, Hardware]
     places: Mapping[str, HostPlacement]
     is_elastic: bool = False
 
 
-def gather(plan: LaunchPlan, options: MultiHostOptions, credentials: Credentials) -> Gathered:
+def join_hosts(plan: LaunchPlan, options: MultiHostOptions, credentials: Credentials) -> JoinedHosts:
     """Start the agents, unless they are there, and place the nodes on their hosts.
 
     Raises:
         LaunchError: a host has not joined. ValueError: the hosts do not have what the program wants.
     """
     if options.kept is not None:
-        return _gather_kept(plan, options, options.kept)
-    gathering = Gathering(
+        return _join_kept(plan, options, options.kept)
+    host_join = HostJoin(
         options.engine, credentials, options.listen, options.interface, options.patience, options.carrier
     )
     try:
-        agents = gathering.gather(str(plan.folder.agents), needs_torch="torch" in sys.modules)
-        hardware = _hardware_of(agents, gathering)
-        return Gathered(gathering, agents, hardware, _places(plan, hardware, options.carrier))
+        agents = host_join.start_and_wait(str(plan.folder.agents), needs_torch="torch" in sys.modules)
+        hardware = _hardware_of(agents, host_join)
+        return JoinedHosts(host_join, agents, hardware, _places(plan, hardware, options.carrier))
     except BaseException:  # also Ctrl+C
-        gathering.close(patience_s=1.0)
+        host_join.close(patience_s=1.0)
         raise
 
 
-def _gather_kept(plan: LaunchPlan, options: MultiHostOptions, kept: Kept) -> Gathered:
-    hardware = _hardware_of(kept.agents, kept.gathering)
+def _join_kept(plan: LaunchPlan, options: MultiHostOptions, kept: KeptHosts) -> JoinedHosts:
+    hardware = _hardware_of(kept.agents, kept.host_join)
     used = dict(list(hardware.items())[: kept.used])
-    return Gathered(kept.gathering, kept.agents, hardware, _places(plan, used, options.carrier), is_elastic=True)
+    return JoinedHosts(kept.host_join, kept.agents, hardware, _places(plan, used, options.carrier), is_elastic=True)
 
 
 def _places(plan: LaunchPlan, hardware: Mapping[str, Hardware], transport: str) -> dict[str, HostPlacement]:
@@ -96,5 +96,5 @@ def _places(plan: LaunchPlan, hardware: Mapping[str, Hardware], transport: str) 
     return found
 
 
-def _hardware_of(agents: Mapping[str, RemoteAgent], gathering: Gathering) -> dict[str, Hardware]:
-    return {name: offered(gathering.offers[name], agent.joining.hardware) for name, agent in agents.items()}
+def _hardware_of(agents: Mapping[str, RemoteAgent], host_join: HostJoin) -> dict[str, Hardware]:
+    return {name: offered(host_join.offers[name], agent.joining.hardware) for name, agent in agents.items()}
