@@ -1,6 +1,5 @@
-"""Where nodes run: the one interface between the run and a launch mode."""
+"""Where nodes run: the interface between a run and a launch mode."""
 
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -13,17 +12,20 @@ from lp_pipe.protos import supervision_pb2 as wire
 
 
 def give_up(coordinator: Supervisor, node_ids: Iterable[str]) -> None:
-    """The program ends before these have started."""
+    """Report that these nodes will not start, and request the program's stop."""
     coordinator.request_stop()
     for node_id in node_ids:
         coordinator.node_down(node_id)
 
 
 class Host(ABC):
-    """Starts the nodes of a plan and takes them down; reports their lives to the coordinator.
+    """Starts the nodes of a plan, takes them down, and reports their starts and ends to the coordinator.
 
-    socket_dir: the run's private folder, once it has started; "" for a host without sockets.
-    mark: what every process that it has started carries as LP_PIPE_TEMPLATE; "" for a host without processes.
+    Every method is abstract: a default that does nothing would be wrong for some host, without an error.
+
+    socket_dir: the run's private folder, once the host has started; "" for a host without sockets.
+    mark: the value of LP_PIPE_TEMPLATE in the environment of each process that the host has started; "" for a host
+        without processes.
     """
 
     socket_dir = ""
@@ -34,9 +36,13 @@ class Host(ABC):
         """Start every node.
 
         Raises:
-            LaunchError, OSError, RuntimeError: something could not be started. What will not has been given up; the
-                rest is taken down, and everything closed, as ever.
+            LaunchError, OSError, RuntimeError: something could not be started. `give_up` was called; `close` must be,
+                once the nodes that did start are down.
         """
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """Report that the nodes that have not started will not, and request the program's stop."""
 
     @abstractmethod
     def restart(self, node_id: str) -> None:
@@ -48,15 +54,18 @@ class Host(ABC):
 
     @abstractmethod
     def terminate(self, node_ids: Iterable[str]) -> None:
-        """Ask them to end (SIGTERM); no effect on threads."""
+        """Send SIGTERM to the processes of these nodes; no effect on threads."""
 
     @abstractmethod
     def kill(self, node_ids: Iterable[str]) -> None:
-        """End them at once, with everything that they started; threads are left behind."""
+        """Kill these nodes with everything that they started; threads are left behind."""
 
+    @abstractmethod
     def suspend(self) -> Callable[[], object] | None:
-        """Stop the nodes, since this process is about to be; returns how they go on. None: it must not be stopped."""
-        return lambda: None
+        """Stop the nodes' processes, because this process is about to be stopped; returns what lets them go on.
+
+        Returns None if this process must not be stopped; the nodes then run on.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -64,35 +73,35 @@ class Host(ABC):
 
     @abstractmethod
     def stacks(self) -> str:
-        """The Python stacks of every running node, as text."""
+        """Return the Python stacks of every running node, as text."""
 
+    @abstractmethod
     def dying(self) -> Mapping[str, int]:
-        """The pids, by node_id, of those processes that have ended and whose ends nobody was told of yet."""
-        return {}
+        """Return the pids, by node_id, of the processes that have ended and whose ends were not reported yet."""
 
+    @abstractmethod
     def look(self, old_s: float) -> list[View]:
-        """Whom its processes wait for and serve; returns at once.
+        """Return which servers and clients each process waits for, as it said last; returns at once.
 
-        old_s: from this age on activities say where the user's code is.
+        old_s: the age from which activities say where the user's code is.
         """
-        return []
 
+    @abstractmethod
     def nodes_here(self) -> Mapping[NodeServices, str]:
-        """The node_ids of those that are threads of this process, by what speaks for them there."""
-        return {}
+        """Return the node_ids of the nodes that are threads of this process, by their NodeServices."""
 
     @abstractmethod
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
-        """Tell every process of the nodes of a fault (lp_pipe.testing); by node, how often it has struck there."""
+        """Pass a fault (lp_pipe.testing) to every process of the nodes; returns by node how often it has struck."""
 
+    @abstractmethod
     def where(self, node_id: str) -> str:
-        """The name of the host that the node is on."""
-        return socket.gethostname()
+        """Return the name of the host that the node is on."""
 
+    @abstractmethod
     def last_lines(self, node_id: str) -> list[str]:
-        """The last lines that the node printed; empty where the launcher does not see them."""
-        return []
+        """Return the last lines that the node printed; empty where the launcher does not see them."""
 
+    @abstractmethod
     def log_path(self, node_id: str) -> Path | None:
-        """The file with everything that the node printed."""
-        return None
+        """Return the file with everything that the node printed; None where there is no such file."""

@@ -1,7 +1,8 @@
-"""Thread mode, in which some nodes are processes: the inner ones of a MultiProcessingColocation, as in every mode."""
+"""Thread mode with some nodes that are processes: the inner ones of a MultiProcessingColocation, as in every mode."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from lp_pipe.telemetry.metrics import MetricsLog
 
 
 def make_host(plan: LaunchPlan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
-    """A host that runs the nodes of `plan` as threads, inner nodes of MultiProcessingColocations as processes.
+    """Return a host that runs the nodes of `plan` as threads, inner nodes of MultiProcessingColocations as processes.
 
     Raises:
         ValueError: groups ask for different numbers of torch threads, of which a process has only one.
@@ -44,68 +45,101 @@ def make_host(plan: LaunchPlan, metrics: MetricsLog) -> tuple[Host, Coordinator]
     process_host = ProcessHost(processes, coordinator, payloads, dict.fromkeys(inner, Placement()))
     if not outer.nodes:
         return process_host, coordinator
-    return MixedHost(ThreadHost(outer, coordinator), process_host, inner), coordinator
+    # The processes first: they fail more often, and no node has begun then.
+    threads = {spec.node_id for spec in outer.nodes}
+    return CompositeHost({process_host: inner, ThreadHost(outer, coordinator): threads}), coordinator
 
 
-class MixedHost(Host):
-    """Threads and processes of one program; `inner`: the node_ids of the processes."""
+class CompositeHost(Host):
+    """Several hosts that run the nodes of one program together.
 
-    def __init__(self, threads: ThreadHost, processes: ProcessHost, inner: set[str]) -> None:
-        self._threads = threads
-        self._processes = processes
-        self._inner = inner
+    nodes: the node_ids that each host runs. The hosts start in this order and close in it.
+    """
+
+    def __init__(self, nodes: Mapping[Host, Collection[str]]) -> None:
+        self._hosts = tuple(nodes)
+        self._host_of = {node_id: host for host, node_ids in nodes.items() for node_id in node_ids}
+
+    # Of all hosts.
 
     def start(self) -> None:
+        waiting = list(self._hosts)
         try:
-            self._processes.start()  # first: this fails more often, and nothing has begun then
-        except BaseException:
-            self._threads.give_up()
+            while waiting:
+                host = waiting.pop(0)
+                host.start()
+                self.socket_dir, self.mark = self.socket_dir or host.socket_dir, self.mark or host.mark
+        except BaseException:  # the host that has failed gave up its own nodes
+            for host in waiting:
+                host.give_up()
             raise
-        self.socket_dir, self.mark = self._processes.socket_dir, self._processes.mark
-        self._threads.start()
 
-    def restart(self, node_id: str) -> None:
-        self._host_of(node_id).restart(node_id)
+    def give_up(self) -> None:
+        for host in self._hosts:
+            host.give_up()
 
-    def stop_nodes(self, node_ids: Iterable[str]) -> None:
-        for node_id in node_ids:
-            self._host_of(node_id).stop_nodes([node_id])
-
-    def terminate(self, node_ids: Iterable[str]) -> None:
-        for node_id in node_ids:
-            self._host_of(node_id).terminate([node_id])
-
-    def kill(self, node_ids: Iterable[str]) -> None:
-        for node_id in node_ids:
-            self._host_of(node_id).kill([node_id])
+    def suspend(self) -> Callable[[], object] | None:
+        with contextlib.ExitStack() as resuming:
+            for host in self._hosts:
+                resume = host.suspend()
+                if resume is None:
+                    return None  # those that were suspended go on
+                resuming.callback(resume)
+            return resuming.pop_all().close
 
     def close(self) -> None:
-        self._processes.close()
-        self._threads.close()
+        with contextlib.ExitStack() as closing:
+            for host in reversed(self._hosts):
+                closing.callback(host.close)
 
     def stacks(self) -> str:
-        return f"{self._threads.stacks()}\n{self._processes.stacks()}"
+        return "\n".join(host.stacks() for host in self._hosts)
 
     def dying(self) -> Mapping[str, int]:
-        return self._processes.dying()
+        return {node_id: pid for host in self._hosts for node_id, pid in host.dying().items()}
 
     def look(self, old_s: float) -> list[View]:
-        return self._processes.look(old_s)
+        return [view for host in self._hosts for view in host.look(old_s)]
 
     def nodes_here(self) -> Mapping[NodeServices, str]:
-        return self._threads.nodes_here()
+        return {services: node_id for host in self._hosts for services, node_id in host.nodes_here().items()}
 
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
-        return self._processes.inject(fault)
+        return {node_id: answer for host in self._hosts for node_id, answer in host.inject(fault).items()}
+
+    # Of the hosts that run these nodes.
+
+    def stop_nodes(self, node_ids: Iterable[str]) -> None:
+        for host, part in self._by_host(node_ids):
+            host.stop_nodes(part)
+
+    def terminate(self, node_ids: Iterable[str]) -> None:
+        for host, part in self._by_host(node_ids):
+            host.terminate(part)
+
+    def kill(self, node_ids: Iterable[str]) -> None:
+        for host, part in self._by_host(node_ids):
+            host.kill(part)
+
+    # Of the host that runs this node.
+
+    def restart(self, node_id: str) -> None:
+        self._host_of[node_id].restart(node_id)
+
+    def where(self, node_id: str) -> str:
+        return self._host_of[node_id].where(node_id)
 
     def last_lines(self, node_id: str) -> list[str]:
-        return self._host_of(node_id).last_lines(node_id)
+        return self._host_of[node_id].last_lines(node_id)
 
     def log_path(self, node_id: str) -> Path | None:
-        return self._host_of(node_id).log_path(node_id)
+        return self._host_of[node_id].log_path(node_id)
 
-    def _host_of(self, node_id: str) -> Host:
-        return self._processes if node_id in self._inner else self._threads
+    def _by_host(self, node_ids: Iterable[str]) -> Iterable[tuple[Host, list[str]]]:
+        parts: dict[Host, list[str]] = {}
+        for node_id in node_ids:
+            parts.setdefault(self._host_of[node_id], []).append(node_id)
+        return parts.items()
 
 
 def _part(plan: LaunchPlan, belongs: Callable[[NodeSpec], bool]) -> LaunchPlan:

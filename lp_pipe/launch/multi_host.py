@@ -14,6 +14,7 @@ from typing import Any
 
 from lp_pipe.connections import run_endpoints
 from lp_pipe.connections.credentials import generate_credentials
+from lp_pipe.context import NodeServices
 from lp_pipe.errors import LaunchError, Unavailable
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.coordination.view import View
@@ -117,10 +118,13 @@ class MultiHost(Host):
             for name, done in started.items():
                 self._check_start(name, done)
         except BaseException:
-            give_up(self._coordinator, self._payloads)  # also those that have started: `close` ends them
+            self.give_up()
             raise
         again = [spec.node_id for spec in self._plan.nodes if spec.may_start_again]
         self._payloads = {node_id: self._payloads[node_id] for node_id in again}  # the others: their agents have them
+
+    def give_up(self) -> None:
+        give_up(self._coordinator, self._payloads)  # also those that have started: `close` ends them
 
     def restart(self, node_id: str) -> None:
         if self._relocation.is_fenced(node_id):
@@ -158,6 +162,9 @@ class MultiHost(Host):
         wait_for(asked.values(), _STACKS_PATIENCE_S)
         return "\n".join(f"host {name}\n{_text_of(answer)}" for name, answer in asked.items())
 
+    def dying(self) -> Mapping[str, int]:
+        return {}  # each agent waits for the ends of its own
+
     def look(self, old_s: float) -> list[View]:
         for name, agent in self._up().items():
             agent.link.ask("look", old_s).add_done_callback(lambda done, name=name: self._note_views(name, done))  # type: ignore[misc]
@@ -168,6 +175,9 @@ class MultiHost(Host):
                 for when, views in self._views.values()
                 for view in views
             ]
+
+    def nodes_here(self) -> Mapping[NodeServices, str]:
+        return {}
 
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
         message = fault.SerializeToString()

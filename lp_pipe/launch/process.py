@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from typing import Any
 from lp_pipe import connections
 from lp_pipe.connections import Connection
 from lp_pipe.connections.kernel_calls import new_selector
+from lp_pipe.context import NodeServices
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.coordination.supervisor import Supervisor
@@ -118,8 +120,11 @@ class ProcessHost(Host):
             for spec in self._plan.nodes:
                 self._start_node(spec)
         except BaseException:  # also a Ctrl+C
-            give_up(self._coordinator, self._specs)  # also those that have started: `close` ends them
+            self.give_up()
             raise
+
+    def give_up(self) -> None:
+        give_up(self._coordinator, self._specs)  # also those that have started: `close` ends them
 
     def restart(self, node_id: str) -> None:
         self._attempts[node_id] += 1
@@ -145,9 +150,9 @@ class ProcessHost(Host):
     def kill(self, node_ids: Iterable[str]) -> None:
         self._signal_all(node_ids, signal.SIGKILL)
 
-    def suspend(self) -> Callable[[], object] | None:
+    def suspend(self) -> Callable[[], object]:
         if self._pings is None:
-            return super().suspend()
+            return lambda: None  # nothing has started
         self._pings.suspend()
         return self._pings.resume
 
@@ -181,6 +186,9 @@ class ProcessHost(Host):
         pid = self._pids.get(view.node)
         return view if pid is None else view._replace(process_state=state_of(pid))
 
+    def nodes_here(self) -> Mapping[NodeServices, str]:
+        return {}
+
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
         return self._faults.inject(fault, self._streams)
 
@@ -188,6 +196,9 @@ class ProcessHost(Host):
     def past_hits(self) -> Mapping[str, int]:
         """By rule, how often a test's faults have struck in processes that have ended."""
         return self._faults.past_hits
+
+    def where(self, node_id: str) -> str:
+        return socket.gethostname()
 
     def last_lines(self, node_id: str) -> list[str]:
         return self._logs.last_lines(node_id)

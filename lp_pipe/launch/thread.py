@@ -2,17 +2,20 @@
 
 import logging
 import os
+import socket
 import sys
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 
 from lp_pipe.connections import inproc
 from lp_pipe.context import NodeContext, NodeServices, entered
 from lp_pipe.launch.coordination.call_rate import CallRate
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.coordination.record import Failure
+from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.plan import interpreter_state
 from lp_pipe.launch.plan.launch_plan import LaunchPlan
@@ -69,7 +72,6 @@ class ThreadHost(Host):
             raise
 
     def give_up(self) -> None:
-        """What has not started will not, and the program ends."""
         never = [node_id for node_id in self._specs if node_id not in self._threads or not self._threads[node_id].ident]
         give_up(self._coordinator, never)
 
@@ -93,6 +95,9 @@ class ThreadHost(Host):
             _log.warning("node %s is left behind as a daemon thread. It is at:\n%s", node_id, stack_of(thread))
             self._coordinator.node_down(node_id)
 
+    def suspend(self) -> Callable[[], object]:
+        return lambda: None  # they stop with this process, and go on with it
+
     def close(self) -> None:
         if self._uses_threads:
             unset_threads()
@@ -109,11 +114,26 @@ class ThreadHost(Host):
                 parts.append(f"node {owner}, thread {thread.name}:\n" + stack_of(thread))
         return "\n".join(parts)
 
+    def dying(self) -> Mapping[str, int]:
+        return {}  # the ends of threads are reported at once
+
+    def look(self, old_s: float) -> list[View]:
+        return []  # they are in the process that asks, which looks at itself
+
     def nodes_here(self) -> Mapping[NodeServices, str]:
         return {node.services: node_id for node_id, node in list(self._contexts.items())}
 
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
-        return {}  # the nodes are in the process that asks, which knows
+        return {}  # as `look`
+
+    def where(self, node_id: str) -> str:
+        return socket.gethostname()
+
+    def last_lines(self, node_id: str) -> list[str]:
+        return []  # they print to the streams of this process
+
+    def log_path(self, node_id: str) -> Path | None:
+        return None
 
     def _prepare(self, spec: NodeSpec) -> None:
         node = NodeContext(

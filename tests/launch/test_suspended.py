@@ -16,7 +16,8 @@ from tests.waiting import until
 WITHIN_S = 20.0
 NODES_PATIENCE_S = 8.0  # with a launcher that says nothing
 
-# "beating" writes its number of beats; "asking" waits in one call all the time, which is no hang.
+# "beating" appends a byte for each beat, in a process in every mode; "asking" waits in one call all the time, which is
+# no hang.
 SCRIPT = """
 import multiprocessing, os, sys, time
 import lp_pipe as lp
@@ -38,7 +39,8 @@ def asking(slow):
     slow.reply()
 
 program = lp.Program("sleepy")
-program.add_node(lp.PyNode(beating, sys.path[0]), label="beating")
+node = lp.PyNode(beating, sys.path[0])
+program.add_node(lp.MultiProcessingColocation([node]) if MODE == "thread" else node, label="beating")
 slow = program.add_node(lp.CourierNode(Slow), label="slow")
 program.add_node(lp.PyNode(asking, slow), label="asking")
 with lp.launch(program, MODE, run_dir=f"{sys.path[0]}/run", grace=2, hang_after=6) as run:
@@ -94,16 +96,20 @@ def end(launcher: "subprocess.Popen[str]", folder: Path, after_beats: int = 1) -
     return err
 
 
-def test_ctrl_z_stops_the_nodes_too_and_fg_lets_all_go_on(launched: Any, tmp_path: Path) -> None:
-    launcher = launched("process")
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_ctrl_z_stops_the_nodes_too_and_fg_lets_all_go_on(launched: Any, tmp_path: Path, mode: str) -> None:
+    launcher = launched(mode)
     press_ctrl_z(launcher)
     launcher.send_signal(signal.SIGCONT)
     assert end(launcher, tmp_path) == ""
 
 
 @pytest.mark.slow
-def test_it_may_sleep_for_longer_than_its_nodes_wait_for_a_silent_launcher(launched: Any, tmp_path: Path) -> None:
-    launcher = launched("process")
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_it_may_sleep_for_longer_than_its_nodes_wait_for_a_silent_launcher(
+    launched: Any, tmp_path: Path, mode: str
+) -> None:
+    launcher = launched(mode)
     press_ctrl_z(launcher)
     asleep = beats(tmp_path)
     time.sleep(NODES_PATIENCE_S + 2)
