@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.launch.coordination.record import backoff_s
 from tests.waiting import until
 
 WITHIN_S = 20.0
@@ -153,7 +152,7 @@ def test_after_max_restarts_the_failure_is_the_programs(mode: str, tmp_path: Pat
         run.wait(WITHIN_S)
     assert caught.value.label == "node"
     assert (tmp_path / "lives").read_text() == "xxx"
-    assert time.monotonic() - start >= 0.1 + 0.2
+    assert time.monotonic() - start >= 2 * 0.1  # the least back-off; how it grows: test_lifecycle
     assert (row_of(run, "node")["state"], row_of(run, "node")["restarts"]) == ("failed", 2)
     assert row_of(run, "other")["state"] == "stopped"
 
@@ -353,7 +352,3 @@ def test_fifty_processes_killed_at_once_are_reported_within_two_seconds() -> Non
         until(lambda: all(row["state"] == "failed" for row in run.status()["node"]))
         assert time.monotonic() - start < 2.0 + SLACK_S
     assert all("SIGKILL" in row["error"] for row in run.status()["node"])
-
-
-def test_the_back_off_doubles_up_to_five_seconds() -> None:
-    assert [backoff_s(restarts) for restarts in (1, 2, 3, 6, 7, 10**6)] == [0.1, 0.2, 0.4, 3.2, 5.0, 5.0]

@@ -222,7 +222,7 @@ class Coordinator:
     def states(self) -> dict[str, str]:
         """By node_id, of every process and thread."""
         with self._lock:
-            return {node_id: record.state for node_id, record in self._lifecycles.nodes.items()}
+            return {node_id: record.state.word for node_id, record in self._lifecycles.nodes.items()}
 
     def note_waits(self, waiting: Mapping[str, str]) -> None:
         """What nodes have waited for longer than the program's limit, by node_id; for `status`."""
@@ -248,23 +248,23 @@ class Coordinator:
     def is_running(self, node_id: str) -> bool:
         """Whether the node's code has not ended."""
         with self._lock:
-            return self._lifecycles.nodes[node_id].is_alive
+            return self._lifecycles.nodes[node_id].state.is_alive
 
     def is_gone(self, node_id: str) -> bool:
         """Whether nothing is left of it, also when it will start again."""
         with self._lock:
-            return self._lifecycles.nodes[node_id].is_gone
+            return self._lifecycles.nodes[node_id].state.is_gone
 
     def must_end(self, node_id: str) -> bool:
         """Whether the node was told to end, alone or with the whole program."""
         with self._lock:
             node = self._lifecycles.nodes[node_id]
-            return (self._lifecycles.stop_requested or node.is_ending) and not node.is_ending_unasked
+            return (self._lifecycles.stop_requested or node.is_told_to_end) and not node.ends_unasked
 
     def still_ending(self, node_ids: Iterable[str]) -> list[str]:
         """Those that were told to end and are not gone."""
         with self._lock:
-            return [node_id for node_id in node_ids if self._lifecycles.nodes[node_id].is_ending]
+            return [node_id for node_id in node_ids if self._lifecycles.nodes[node_id].is_told_to_end]
 
     def wait_for_end(self, node_ids: Sequence[str], patience_s: float | None = None) -> bool:
         """Wait until those that were told to end are gone; False when the patience (or, in a hurry, none) is spent."""
@@ -273,7 +273,7 @@ class Coordinator:
             is_impatient = patience_s is not None
 
             def all_ended() -> bool:
-                while nodes and not nodes[-1].is_ending:  # never looked at again: ten thousand end one by one
+                while nodes and not nodes[-1].is_told_to_end:  # never looked at again: ten thousand end one by one
                     nodes.pop()
                 return not nodes
 
@@ -370,9 +370,9 @@ class Coordinator:
         node_id = record.spec.node_id
         if record.is_down and node_id not in self._told_ends:
             self._told_ends.add(node_id)
-            self.tell("end", node_id, state=record.state)
+            self.tell("end", node_id, state=record.state.word)
         self._directory.withdraw(record.spec.addresses)
-        if record.state == "restarting":
+        if record.state.will_restart:
             self._settling.settle(self._directory.lose_state(record.spec.addresses, record.spec.node_id))
         if not record.may_register:
             self._settling.settle(self._directory.give_up(record.spec.addresses, self._lifecycles.why_gone(record)))

@@ -1,11 +1,12 @@
 """One node of a program as its users see it, with all processes and threads that are parts of it."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from lp_pipe.launch.coordination.record import Failure, NodeRecord, backoff_s
+from lp_pipe.launch.coordination.record import Failure, NodeRecord
 from lp_pipe.launch.plan.spec import NodeSpec
+from lp_pipe.launch.supervision.lifecycle import Backoff, NodeState
 
 # What one row says of several parts: the first of these states that any of them is in.
 _STATES = ("failed", "running", "starting", "restarting", "stopped", "finished")
@@ -22,6 +23,7 @@ class NodeGroup:
     parts: list[NodeRecord]
     restarts: int = 0
     is_restarting: bool = False
+    backoff: Backoff = field(default_factory=Backoff)
 
     @property
     def spec(self) -> NodeSpec:
@@ -46,15 +48,16 @@ class NodeGroup:
         if can_restart and record.retries_left and not (failure.is_hang and policy == "stop"):
             record.retries_left -= 1
             record.restarts += 1
-            record.state = "restarting"
+            record.become(NodeState.RESTARTING)
             done, limit = record.spec.retries - record.retries_left, record.spec.retries
-            return f"{news}; retry {done} of {limit} in {backoff_s(done):g} s"
+            return f"{news}; retry {done} of {limit} in {record.backoff.after(record.uptime_s):g} s"
         if can_restart and self.may_restart(policy):
             self.restarts += 1
             self.is_restarting = True
-            record.state = "restarting"
-            return f"{news}; restart {self.restarts} of {self.spec.max_restarts} in {backoff_s(self.restarts):g} s"
-        record.state = "failed"
+            record.become(NodeState.RESTARTING)
+            wait_s = self.backoff.after(record.uptime_s)
+            return f"{news}; restart {self.restarts} of {self.spec.max_restarts} in {wait_s:g} s"
+        record.become(NodeState.FAILING)
         if policy == "ignore":
             return f"{news}; the program goes on without it (on_failure='ignore')"
         return ""
@@ -62,19 +65,19 @@ class NodeGroup:
     def due_with(self, record: NodeRecord) -> tuple[list[NodeRecord], float]:
         """What is to be started again now that nothing is left of `record`, and in how many seconds."""
         if not self.is_restarting:
-            return [record], backoff_s(record.spec.retries - record.retries_left)
-        if not all(part.is_gone for part in self.parts):
+            return [record], record.backoff.wait_s
+        if not all(part.state.is_gone for part in self.parts):
             return [], 0.0
         self.is_restarting = False
         for part in self.parts:
-            part.retries_left = part.spec.retries
-        return self.parts, backoff_s(self.restarts)
+            part.retries_left, part.backoff = part.spec.retries, Backoff()
+        return self.parts, self.backoff.wait_s
 
     def row(self) -> dict[str, Any]:
         """Its entry in `Run.status()`."""
-        states = [part.state for part in self.parts]
-        state = "restarting" if self.is_restarting else next(known for known in _STATES if known in states)
-        running = [part for part in self.parts if part.state == "running"]
+        words = [part.state.word for part in self.parts]
+        state = "restarting" if self.is_restarting else next(known for known in _STATES if known in words)
+        running = [part for part in self.parts if part.state is NodeState.RUNNING]
         since = min(part.started_at for part in running) if state == "running" else None
         failures = sorted((part.error for part in self.parts if part.error), key=lambda error: error.is_unavailable)
         rates = [rate for part in running if (rate := part.call_rate.per_second) is not None]

@@ -8,6 +8,7 @@ from lp_pipe.launch.coordination.first_failure import FirstFailure
 from lp_pipe.launch.coordination.node_group import NodeGroup
 from lp_pipe.launch.coordination.record import Failure, NodeRecord
 from lp_pipe.launch.plan.spec import NodeSpec
+from lp_pipe.launch.supervision.lifecycle import NodeState
 
 
 class Order(NamedTuple):
@@ -50,9 +51,9 @@ class NodeLifecycles:
             return record.why_gone
         spec, failure = self.first_failure.first
         cause = f"node {spec.node_id} failed: {failure.summary}"
-        if record.state == "stopped":
+        if record.state.word == "stopped":
             return f"{record.why_gone}, because {cause}"
-        is_echo = record.state == "failed" and record.error is not None and record.error.is_unavailable
+        is_echo = record.state.word == "failed" and record.error is not None and record.error.is_unavailable
         if is_echo and spec.node_id != record.spec.node_id:  # what it says itself is about a neighbour
             return f"{cause}; then node {record.spec.node_id} failed, too"
         return record.why_gone
@@ -60,24 +61,24 @@ class NodeLifecycles:
     def ends_unasked(self, node_id: str) -> None:
         """It has begun to end, which others may notice, and stop the program for, before it has said how."""
         record = self.nodes[node_id]
-        record.is_ending_unasked = record.is_alive and self.groups[record.spec.name].is_vital(record)
+        record.ends_unasked = record.state.is_alive and self.groups[record.spec.name].is_vital(record)
 
     def are_settled(self, dying: Mapping[str, int]) -> bool:
         """Whether it is known what has ended these processes (pids by node_id), and which failure was the first."""
         ends = [node for node_id, pid in dying.items() if (node := self.nodes[node_id]).pid == pid]
-        ends += [node for node in self.nodes.values() if node.is_ending_unasked]
-        return self.first_failure.due_at is None and not any(node.is_alive for node in ends)
+        ends += [node for node in self.nodes.values() if node.ends_unasked]
+        return self.first_failure.due_at is None and not any(node.state.is_alive for node in ends)
 
     def started(self, node_id: str, pid: int) -> None:
         record = self.nodes[node_id]
         record.pid, record.started_at = pid, time.monotonic()
-        if record.state == "starting":  # the template's word may come after the node's own that it has ended
-            record.state = "running"
+        if record.state is NodeState.STARTING:  # else the node's report of its end has come before the template's
+            record.become(NodeState.RUNNING)
 
     def ended(self, node_id: str, failure: Failure | None, can_restart: bool) -> str:
         """The node's code is done; what the log should say of it. The first word counts."""
         record = self.nodes[node_id]
-        if not record.is_alive and (can_restart or record.state != "restarting"):
+        if not record.state.is_alive and (can_restart or not record.state.will_restart):
             return ""
         news = self._conclude(record, failure, can_restart)
         self._withdraw(record)
@@ -87,15 +88,15 @@ class NodeLifecycles:
         """Nothing of the node is left; what was killed before its code ended has not failed."""
         record = self.nodes[node_id]
         group = self.groups[record.spec.name]
-        if record.is_gone:
+        if record.state.is_gone:
             return
-        if record.is_alive:
-            record.state = "restarting" if group.is_restarting else "stopped"
+        if record.state.is_alive:
+            record.become(NodeState.RESTARTING if group.is_restarting else NodeState.STOPPING)
             self._withdraw(record)
-        if record.state != "restarting" or self.stop_requested:
+        if not record.state.will_restart or self.stop_requested:
             self._put_down(record)
             return
-        record.is_gone, record.is_ending, record.pid = True, False, 0
+        record.leave()
         due, wait_s = group.due_with(record)
         self._restart_at.update({part.spec.node_id: time.monotonic() + wait_s for part in due})
 
@@ -111,8 +112,8 @@ class NodeLifecycles:
         for group in self.groups.values():
             group.is_restarting = False
             for part in group.parts:
-                part.is_ending = not part.is_gone
-                if part.is_gone:
+                part.is_told_to_end = not part.state.is_gone
+                if part.state.is_gone:
                     self._put_down(part)
 
     def next_order(self) -> Order | None:
@@ -143,9 +144,10 @@ class NodeLifecycles:
         record.error = failure or record.error
         may_restart = can_restart and not self.stop_requested
         if group.is_restarting and may_restart:
-            record.state = "restarting"
-        elif failure is None or (record.is_ending and not self.stop_requested):
-            record.state = "stopped" if self.stop_requested or record.is_ending else "finished"
+            record.become(NodeState.RESTARTING)
+        elif failure is None or (record.is_told_to_end and not self.stop_requested):
+            is_stopped = self.stop_requested or record.is_told_to_end
+            record.become(NodeState.STOPPING if is_stopped else NodeState.FINISHING)
         else:
             return self._fail(group, record, failure, may_restart)
         return ""
@@ -156,12 +158,12 @@ class NodeLifecycles:
 
     def _is_after_the_stop(self, record: NodeRecord) -> bool:
         """Whether the program's stop was asked for before this one's code began to end."""
-        return self.stop_requested and not record.is_ending_unasked
+        return self.stop_requested and not record.ends_unasked
 
     def _fail(self, group: NodeGroup, record: NodeRecord, failure: Failure, may_restart: bool) -> str:
         news = group.news_of(record, failure, may_restart)
         others = [part for part in group.parts if part is not record]
-        if record.state == "restarting":
+        if record.state.will_restart:
             if group.is_restarting:
                 self._restart_with(others)
             return news
@@ -178,22 +180,22 @@ class NodeLifecycles:
 
     def _restart_with(self, others: list[NodeRecord]) -> None:
         """The other parts of a failed node: those that have ended stay down, the rest ends, until all can start."""
-        self._end([part for part in others if not part.is_gone])
+        self._end([part for part in others if not part.state.is_gone])
         for part in others:
             self._restart_at.pop(part.spec.node_id, None)
-            if not part.is_alive:
-                part.state = "restarting"
+            if not part.state.is_alive:
+                part.become(NodeState.RESTARTING)
 
     def _end(self, parts: Iterable[NodeRecord]) -> None:
         """Have these taken down, for good or until their node restarts as a whole."""
         for part in parts:
-            if part.is_gone:
+            if part.state.is_gone:
                 self._restart_at.pop(part.spec.node_id, None)
                 self._put_down(part)
-            elif not part.is_ending:
-                part.is_ending = True
-                if part.state == "restarting":
-                    part.state = "stopped"
+            elif not part.is_told_to_end:
+                part.is_told_to_end = True
+                if part.state.will_restart:
+                    part.become(NodeState.STOPPING)
                 self._to_take_down.append(part.spec.node_id)
 
     def _put_down(self, record: NodeRecord) -> None:

@@ -1,21 +1,21 @@
-"""One process's (or thread's) life as the coordinator sees it, over all its restarts."""
+"""What the coordinator knows of one process or thread of a node."""
 
+import time
 from dataclasses import dataclass, field
 
 from lp_pipe.launch.coordination.call_rate import CallRate
 from lp_pipe.launch.plan.spec import NodeSpec
-
-_FIRST_BACKOFF_S = 0.1
-_LONGEST_BACKOFF_S = 5.0
+from lp_pipe.launch.supervision.lifecycle import TRANSITIONS, Backoff, NodeState
 
 
 @dataclass(frozen=True)
 class Failure:
     """How a node failed.
 
-    is_unavailable: maybe only the echo of another node's end.
-    is_plain_echo: not raised while that was dealt with either, as by a save on the way out: after a stop, no failure.
-    is_hang: the launcher killed the node because it made no progress: its group's `on_hang` decides what follows.
+    is_unavailable: the error may only be the consequence of another node's end.
+    is_plain_echo: the error is that consequence itself, and was not raised by code that dealt with it, such as a save
+        on the way out; after the program's stop it is no failure.
+    is_hang: the launcher killed the node because it made no progress; its group's `on_hang` decides what follows.
     """
 
     type_name: str
@@ -32,68 +32,75 @@ class Failure:
 
 @dataclass
 class NodeRecord:
-    """starting -> running -> finished | failed | stopped; or -> restarting -> starting, when it may start again.
+    """What the coordinator knows of one process or thread of a node, over all its restarts.
 
     error: the last failure, also of a node that runs again.
     restarts: how often it was started again on its own; retries_left: how often it still may be.
-    waiting: what it has waited for longer than the program's limit. started_at: of time.monotonic.
-    is_gone: nothing is left of its process or thread.
-    is_ending: it was told to end, and is not gone. is_ending_unasked: it had begun to before that, or to the
-        program's stop; should it have failed, then that comes first.
+    waiting: what it has waited for longer than the program's limit. started_at: by time.monotonic; 0.0: not yet.
+    is_told_to_end: it was told to end, and is not gone.
+    ends_unasked: it had begun to end before it was told to, or the program's stop was requested. If it turns out to
+        have failed, that failure comes before the stop.
     """
 
     spec: NodeSpec
-    state: str = "starting"
+    state: NodeState = NodeState.STARTING
     pid: int = 0
     error: Failure | None = None
     started_at: float = 0.0
     restarts: int = 0
     retries_left: int = field(init=False)
+    backoff: Backoff = field(default_factory=Backoff)
     waiting: str | None = None
-    is_gone: bool = False
-    is_ending: bool = False
-    is_ending_unasked: bool = False
+    is_told_to_end: bool = False
+    ends_unasked: bool = False
     call_rate: CallRate = field(default_factory=CallRate)
 
     def __post_init__(self) -> None:
         self.retries_left = self.spec.retries
 
     @property
-    def is_alive(self) -> bool:
-        """Whether its code runs, or is about to."""
-        return self.state in ("starting", "running")
-
-    @property
     def is_down(self) -> bool:
         """Whether nothing is left of it, and nothing will come."""
-        return self.is_gone and self.state != "restarting"
+        return self.state.is_gone and not self.state.will_restart
 
     @property
     def may_register(self) -> bool:
-        """Whether who waits for its server may go on waiting."""
-        return self.is_alive or self.state == "restarting"
+        """Whether its servers listen, or may do so later."""
+        return self.state.is_alive or self.state.will_restart
+
+    @property
+    def uptime_s(self) -> float:
+        return time.monotonic() - self.started_at if self.started_at else 0.0
 
     @property
     def why_gone(self) -> str:
-        """For those who would call it."""
+        """Why calls to its servers fail, for the error of such a call."""
         name = self.spec.node_id
-        if self.error is not None and self.state == "failed":
+        if self.error is not None and self.state.word == "failed":
             return f"node {name} failed: {self.error.summary}"
-        return f"node {name} has {self.state}: it serves no more"
+        return f"node {name} has {self.state.word}: it serves no more"
+
+    def become(self, state: NodeState) -> None:
+        """Change the state; what is gone gets the state that follows `state` then."""
+        if self.state.is_gone:
+            state = state.when_gone
+        if state is not self.state:
+            assert state in TRANSITIONS[self.state], f"{self.spec.node_id}: from {self.state.name} to {state.name}"
+            self.state = state
+
+    def leave(self) -> None:
+        """Note that nothing is left of it for now or for ever, as its state says."""
+        self.become(self.state.when_gone)
+        self.is_told_to_end, self.pid = False, 0
 
     def start_again(self) -> None:
-        """It failed, and is due to be started again."""
-        self.state = "starting"
-        self.is_gone = self.is_ending_unasked = False
+        """Note that it is started again from now on."""
+        self.become(NodeState.STARTING)
+        self.ends_unasked, self.started_at = False, 0.0
 
     def put_down(self) -> None:
-        """Nothing is left of it, and it will not be started again."""
+        """Note that nothing is left of it, and that it will not be started again."""
         if self.may_register:
-            self.state = "stopped"
-        self.is_gone = True
-        self.is_ending = False
-
-
-def backoff_s(restarts: int) -> float:
-    """How long a node stays down before a restart: 0.1 s, doubled each time, at most 5 s."""
-    return min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(restarts - 1, 10))
+            self.become(NodeState.STOPPING)
+        self.become(self.state.when_gone)
+        self.is_told_to_end = False
