@@ -102,7 +102,8 @@ def test_news_in_any_order_lead_through_legal_states_to_the_end(clock: Clock, se
     names = list(lifecycles.nodes)
 
     def end(node_id: str) -> None:
-        lifecycles.ended(node_id, choose.choice(FAILURES), can_restart=choose.random() < 0.9)
+        failure = choose.choice(FAILURES)
+        lifecycles.ended(node_id, failure, can_restart=failure is None or choose.random() < 0.9)
 
     def request_stop(node_id: str) -> None:
         lifecycles.stop_requested = choose.random() < 0.1
