@@ -95,7 +95,7 @@ def random_specs(choose: random.Random) -> list[NodeSpec]:
     return specs
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(100))
 def test_news_in_any_order_lead_through_legal_states_to_the_end(clock: Clock, seed: int) -> None:
     choose = random.Random(seed)
     lifecycles = NodeLifecycles(random_specs(choose), lambda record: None)
@@ -106,7 +106,7 @@ def test_news_in_any_order_lead_through_legal_states_to_the_end(clock: Clock, se
         lifecycles.ended(node_id, failure, can_restart=failure is None or choose.random() < 0.9)
 
     def request_stop(node_id: str) -> None:
-        lifecycles.stop_requested = choose.random() < 0.1
+        lifecycles.stop_requested |= choose.random() < 0.1  # nothing takes a stop back
 
     news = [
         lambda node_id: lifecycles.started(node_id, 4711),
