@@ -15,7 +15,7 @@ from lp_pipe.launch.host import Host
 from lp_pipe.launch.hosts.joined_hosts import MultiHostOptions
 from lp_pipe.launch.launcher import MODES
 from lp_pipe.launch.mixed import CompositeHost
-from lp_pipe.launch.plan.plan import make_plan
+from lp_pipe.launch.plan.launch_plan import make_plan
 from lp_pipe.telemetry.metrics import MetricsLog
 from tests.waiting import until
 
