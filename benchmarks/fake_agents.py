@@ -18,10 +18,11 @@ from typing import Any
 
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.tcp_endpoint import TLS
-from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.hosts import agent, handshake
 from lp_pipe.launch.hosts.assignment import Assignment
 from lp_pipe.launch.hosts.remote_coordinator import RemoteCoordinator
+from lp_pipe.launch.supervision import messages
+from lp_pipe.launch.supervision.view import View
 
 PATIENCE_S = 300.0
 
@@ -38,20 +39,21 @@ class FakeHost:
 
     def start(self) -> None:
         for number, (node_id, address) in enumerate(self.addresses.items()):
-            self._coordinator.node_started(node_id, 1 << 20)
-            self._coordinator.register(address, f"{self._place}/{address}|grpcs:192.0.2.1:{40_000 + number}")
+            self._coordinator.tell(node_id, messages.Started(1 << 20))
+            endpoint = f"{self._place}/{address}|grpcs:192.0.2.1:{40_000 + number}"
+            self._coordinator.tell(node_id, messages.Register(address, endpoint))
 
     def tick(self, seconds: int) -> None:
         for node_id in self.addresses:
-            self._coordinator.node_calls(node_id, 100 * seconds)
+            self._coordinator.tell(node_id, messages.CallsTaken(100 * seconds))
 
     def stop_nodes(self, node_ids: Iterable[str]) -> None:
         threading.Thread(target=self._end, args=(list(node_ids),), daemon=True).start()
 
     def _end(self, node_ids: list[str]) -> None:
         for node_id in node_ids:
-            self._coordinator.node_ended(node_id, None)
-            self._coordinator.node_down(node_id)
+            self._coordinator.tell(node_id, messages.CodeEnded(None))
+            self._coordinator.tell(node_id, messages.Gone())
 
     def look(self, old_s: float) -> list[View]:
         return [View([], [], node_id, 0.0) for node_id in self.addresses]

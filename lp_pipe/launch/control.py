@@ -110,7 +110,7 @@ class ControlPoint:
             self._sources.join()
         if not self._has_started:
             outcome = _NOT_LAUNCHED
-        self._coordinator.tell("end", None, **outcome._asdict())
+        self._coordinator.note_event("end", None, **outcome._asdict())
         self._events.close()
         if self._entry is not None:
             self._entry.end(time.time(), outcome)

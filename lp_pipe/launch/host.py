@@ -6,16 +6,17 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from lp_pipe.context import NodeServices
-from lp_pipe.launch.coordination.supervisor import Supervisor
-from lp_pipe.launch.coordination.view import View
+from lp_pipe.launch.supervision.messages import Gone, RequestStop
+from lp_pipe.launch.supervision.node_api import NodeApi
+from lp_pipe.launch.supervision.view import View
 from lp_pipe.protos import supervision_pb2 as wire
 
 
-def give_up(coordinator: Supervisor, node_ids: Iterable[str]) -> None:
+def give_up(coordinator: NodeApi, node_ids: Iterable[str]) -> None:
     """Report that these nodes will not start, and request the program's stop."""
-    coordinator.request_stop()
+    coordinator.tell("", RequestStop())
     for node_id in node_ids:
-        coordinator.node_down(node_id)
+        coordinator.tell(node_id, Gone())
 
 
 class Host(ABC):

@@ -17,7 +17,6 @@ from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.context import NodeServices
 from lp_pipe.errors import LaunchError, Unavailable
 from lp_pipe.launch.coordination.coordinator import Coordinator
-from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.hosts.agent_link import AgentLink
 from lp_pipe.launch.hosts.assignment import Assignment, without_code
@@ -33,6 +32,7 @@ from lp_pipe.launch.plan.launch_plan import LaunchPlan, serialize_nodes
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes.template import loaded_here
+from lp_pipe.launch.supervision.view import View
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.log_files import LogFiles
 from lp_pipe.telemetry.metrics import MetricsLog
@@ -61,10 +61,10 @@ def make_host(plan: LaunchPlan, metrics: MetricsLog, options: MultiHostOptions) 
         raise
     run = uuid.uuid4().hex
     ports = PortsElsewhere(plan, joined.agents, lambda node_id: host.where(node_id))
-    coordinator = Coordinator(plan, lambda address: run_endpoints.name_of(run, address), metrics, ports.reserve)
+    coordinator = Coordinator(plan, lambda address: run_endpoints.name_of(run, address), metrics, ports.ask)
     silence_s = joined.host_join.patience.silence_s
     run_endpoints.join(run_endpoints.RunMember(run, "the launcher", credentials, coordinator.find, silence_s=silence_s))
-    host = MultiHost(run, plan, coordinator, payloads, joined, ports, shipped, options.tree, surroundings)
+    host = MultiHost(run, plan, coordinator, payloads, joined, shipped, options.tree, surroundings)
     return host, coordinator
 
 
@@ -78,7 +78,6 @@ class MultiHost(Host):
         coordinator: Coordinator,
         payloads: Mapping[str, bytes],
         joined: JoinedHosts,
-        ports: PortsElsewhere,
         shipped: list[ModuleType],
         tree: SourceTree | None,
         surroundings: Surroundings,
@@ -91,7 +90,6 @@ class MultiHost(Host):
         self._relocation = Relocation(
             plan.nodes, joined.hardware, joined.places, coordinator, only_spares=joined.is_elastic
         )
-        self._ports = ports
         self._shipped = shipped
         self._tree = tree
         self._surroundings = surroundings
@@ -105,9 +103,9 @@ class MultiHost(Host):
     def start(self) -> None:
         agents, nodes = self._up(), self._nodes_by_host()  # hosts may be lost meanwhile
         for agent in agents.values():
-            agent.link.serve(FromAgent(self._coordinator, self._logs, agent.link, self._ports))
+            agent.link.serve(FromAgent(self._coordinator, self._logs, agent.link))
         for name in agents:
-            self._coordinator.tell("membership", host=name, change="joined")
+            self._coordinator.note_event("membership", host=name, change="joined")
         self._joined.host_join.tell_of_losses(self._on_lost)
         try:
             links = {name: agent.link for name, agent in agents.items()}
@@ -233,7 +231,7 @@ class MultiHost(Host):
                 return  # it was lost before this program began
             del self._agents[agent.name]
             self._views.pop(agent.name, None)
-        self._coordinator.tell("membership", host=agent.name, change="lost", why=why)
+        self._coordinator.note_event("membership", host=agent.name, change="lost", why=why)
         self._relocation.lose(agent.name, why, agent.is_silent)
 
     def _ask_to_start(self, node_id: str) -> "Future[None]":

@@ -11,23 +11,20 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from lp_pipe import connections
 from lp_pipe.connections import Connection
 from lp_pipe.connections.kernel_calls import new_selector
 from lp_pipe.context import NodeServices
+from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordination.coordinator import Coordinator
-from lp_pipe.launch.coordination.record import Failure
-from lp_pipe.launch.coordination.supervisor import Supervisor
-from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.plan.hardware import this_host
 from lp_pipe.launch.plan.launch_plan import LaunchPlan, serialize_nodes
 from lp_pipe.launch.plan.placement import Placement, place_all
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
-from lp_pipe.launch.processes import os_text, standard_streams
+from lp_pipe.launch.processes import standard_streams
 from lp_pipe.launch.processes.compute_threads import thread_environment
 from lp_pipe.launch.processes.exits import KILLED, ExitQueue
 from lp_pipe.launch.processes.injected_faults import InjectedFaults
@@ -36,6 +33,10 @@ from lp_pipe.launch.processes.process_tree import is_dying, state_of
 from lp_pipe.launch.processes.socket_dir import make_socket_dir
 from lp_pipe.launch.processes.template import MARK, LauncherPings, Template, check_descriptors
 from lp_pipe.launch.processes.template_process import ORPHAN_S
+from lp_pipe.launch.supervision import messages
+from lp_pipe.launch.supervision.messages import Failure
+from lp_pipe.launch.supervision.node_api import NodeApi
+from lp_pipe.launch.supervision.view import View
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry import crashes
 from lp_pipe.telemetry.log_files import LogFiles, LogOutput
@@ -74,13 +75,13 @@ class ProcessHost(Host):
     def __init__(
         self,
         plan: LaunchPlan,
-        coordinator: Supervisor,
+        coordinator: NodeApi,
         payloads: dict[str, bytes],
         places: dict[str, Placement],
         *,
         surroundings: Surroundings | None = None,
         log_output: LogOutput | None = None,
-        membership: wire.Membership | None = None,
+        membership: messages.HostMembership | None = None,
         preload: Sequence[str] | None = None,
         orphan_s: float = ORPHAN_S,
     ) -> None:
@@ -139,10 +140,12 @@ class ProcessHost(Host):
     def stop_nodes(self, node_ids: Iterable[str]) -> None:
         first_told = [node_id for node_id in node_ids if node_id not in self._told_to_stop]
         for node_id in self.dying().keys() & first_told:
-            self._coordinator.node_ends_unasked(node_id)
+            self._coordinator.tell(node_id, messages.EndsUnasked())
         self._told_to_stop.update(first_told)
         for node_id in first_told:
-            self._tell(node_id, stop=wire.Stop())
+            stream = self._streams.get(node_id)
+            if stream is not None:
+                stream.send(messages.Stop())
 
     def terminate(self, node_ids: Iterable[str]) -> None:
         self._signal_all(node_ids, signal.SIGTERM)
@@ -240,9 +243,9 @@ class ProcessHost(Host):
 
     def _accept(self, connection: Connection) -> None:
         stream = NodeStream(connection, self._coordinator, self._on_hello)
-        connection.start(stream.on_frame, stream.on_close)
+        stream.start()
 
-    def _on_hello(self, stream: NodeStream, hello: wire.Hello) -> None:
+    def _on_hello(self, stream: NodeStream, hello: messages.Hello) -> None:
         """A node's process has reported in: send it what it is to be."""
         node_id = hello.node_id
         if hello.attempt != self._attempts[node_id]:  # the word of a process that has died since
@@ -253,22 +256,22 @@ class ProcessHost(Host):
         self._faults.begin(stream)
         if self._coordinator.must_end(node_id):  # said first, so that none of its code runs any more
             self._told_to_stop.add(node_id)
-            stream.send(stop=wire.Stop())
+            stream.send(messages.Stop())
         stream.send(
-            start=wire.Start(
+            messages.Start(
                 label=spec.label,
                 index=spec.index,
                 group_size=spec.group_size,
-                run_dir=os_text.pack(str(self._plan.run_dir)),
-                socket_dir=os_text.pack(self.socket_dir),
-                cwd=os_text.pack(self._surroundings.cwd),
-                sys_path=os_text.pack_all(self._search_path_of(spec)),
-                argv=os_text.pack_all(self._surroundings.argv),
-                main=os_text.pack_map(self._surroundings.main),
-                env=os_text.pack_map(self._environment_of(spec)),
+                run_dir=str(self._plan.run_dir),
+                socket_dir=self.socket_dir,
+                cwd=self._surroundings.cwd,
+                sys_path=tuple(self._search_path_of(spec)),
+                argv=tuple(self._surroundings.argv),
+                main=dict(self._surroundings.main),
+                env=self._environment_of(spec),
                 threads=spec.resources.threads,
-                cpus=self._places[node_id].cpus,
-                devices=self._places[node_id].devices,
+                cpus=tuple(self._places[node_id].cpus),
+                devices=tuple(self._places[node_id].devices),
                 grace_s=self._plan.grace_s,
                 state=self._surroundings.state,
                 membership=self._membership,
@@ -278,7 +281,7 @@ class ProcessHost(Host):
 
     def _on_start(self, node_id: str, pid: int) -> None:
         self._pids[node_id] = pid
-        self._coordinator.node_started(node_id, pid)
+        self._coordinator.tell(node_id, messages.Started(pid))
 
     def _on_exit(self, node_id: str, how: str) -> None:
         self._exits.put(lambda deadline: self._process_ended(node_id, how, deadline))
@@ -300,7 +303,7 @@ class ProcessHost(Host):
                 os.unlink(f"{self.socket_dir}/{address}")
         self._report_death(node_id, how, deadline, can_restart)
         self._pids.pop(node_id, None)
-        self._coordinator.node_down(node_id)
+        self._coordinator.tell(node_id, messages.Gone())
 
     def _report_death(self, node_id: str, how: str, deadline: float, can_restart: bool) -> None:
         """A process is gone; if its code had not ended before, that is the node's failure."""
@@ -309,7 +312,7 @@ class ProcessHost(Host):
                 _log.warning("node %s had ended, but not its threads and exit functions, when %s", node_id, how)
             return
         if node_id not in self._told_to_stop:
-            self._coordinator.node_ends_unasked(node_id)
+            self._coordinator.tell(node_id, messages.EndsUnasked())
         if self._coordinator.must_end(node_id):
             return
         all_lines = self._logs.last_lines(node_id, max(0.0, deadline - time.monotonic()), crashes.MOST_LINES)
@@ -317,21 +320,18 @@ class ProcessHost(Host):
         lines = printed[-_SHOWN_LINES:]
         output = "its last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else "it had printed nothing"
         failure = Failure("ProcessDied", how, f"The process raised no exception; {output}\n{traceback}".rstrip())
-        self._coordinator.node_ended(node_id, failure, can_restart)
+        self._coordinator.tell(node_id, messages.CodeEnded(failure, can_restart))
 
     def _signal_all(self, node_ids: Iterable[str], number: int) -> None:
         assert self._template is not None
         for node_id in node_ids:
             self._template.signal(node_id, number, tree=True)
 
-    def _tell(self, node_id: str, **message: Any) -> None:
-        stream = self._streams.get(node_id)
-        if stream is not None:
-            stream.send(**message)
-
 
 def _answer_of(future: "Future[str]", due: float) -> str:
     try:
         return future.result(max(0.0, due - time.monotonic()))
+    except Unavailable as error:
+        return f"({error})"
     except TimeoutError:
         return f"(no answer within {_STACKS_PATIENCE_S} s: it is stopped, or inside C code that holds Python's lock)"

@@ -1,94 +1,81 @@
-"""What is asked of a program in its coordinator's process: by nodes that are threads there, and by the launcher."""
+"""The NodeServices of a program in its coordinator's process: for nodes that are threads, and for the launcher."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from typing import NoReturn, TypeVar
 
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
+from lp_pipe.launch.supervision.messages import Notice, Question
+from lp_pipe.launch.supervision.node_api import MessageServices
 from lp_pipe.rpc.fork_guard import ForkGuard, no_endpoint
-from lp_pipe.telemetry.metrics import as_numbers
 
-
-class _OutsideOfNodes:
-    """What only nodes may ask for."""
-
-    def register(self, address: str, endpoint: str) -> None:
-        raise RuntimeError("only a node can serve an address of the program")
-
-    def withdraw(self, address: str, is_failing: bool) -> None:
-        raise RuntimeError("only a node can serve an address of the program")
-
-    def has_lost_state(self, address: str) -> bool:
-        raise RuntimeError("only a node can serve an address of the program")
-
-    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
-        raise RuntimeError("only a colocation has inner nodes")
-
-    def stop_inner_nodes(self, colocation: str) -> None:
-        raise RuntimeError("only a colocation has inner nodes")
-
+R = TypeVar("R")
 
 _COORDINATOR, _IN_THAT_PROCESS = "the coordinator of the program", "ask it there"
 
 
-class _OfCoordinator:
-    """What everybody in the coordinator's process may ask for; `name` is whose metrics are logged."""
+class LocalServices(MessageServices):
+    """NodeServices of a node that shares the coordinator's process.
 
-    def __init__(self, coordinator: Coordinator, name: str) -> None:
+    node_id: the name under which metrics are logged.
+    """
+
+    def __init__(self, coordinator: Coordinator, node_id: str) -> None:
         self._coordinator = coordinator
-        self._name = name
-        self._owner = ForkGuard()  # of the coordinator: a forked child has a copy, which hears of nothing any more
+        self._node_id = node_id
+        self._owner = ForkGuard()  # of the coordinator: nothing happens to a forked child's copy of it
 
     def endpoint_for(self, address: str) -> str:
         return self._coordinator.endpoint_for(address)
 
     def resolve(self, address: str) -> "Future[str]":
-        return self._coordinator.resolve(address) if self._owner.is_here else no_endpoint()
+        return super().resolve(address) if self._owner.is_here else no_endpoint()
 
     def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
-        return self._coordinator.watch_state(addresses) if self._owner.is_here else Future()
+        return super().watch_state(addresses) if self._owner.is_here else Future()
 
     def reserve_port(self, address: str) -> str:
         self._owner.check(_COORDINATOR, _IN_THAT_PROCESS)
-        return self._coordinator.reserve_port(address)
+        return super().reserve_port(address)
 
     def request_stop(self) -> None:
         self._owner.check(_COORDINATOR, _IN_THAT_PROCESS)
-        self._coordinator.request_stop()
+        super().request_stop()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         self._owner.check(_COORDINATOR, _IN_THAT_PROCESS)
-        self._coordinator.log_metrics(self._name, *as_numbers(metrics, step))
+        super().log_metrics(metrics, step)
 
-    def log_event(self, event: str, step: int) -> None:
-        self._coordinator.log_event(self._name, event, step)
+    def _tell(self, notice: Notice) -> None:
+        self._coordinator.tell(self._node_id, notice)
 
-
-class LocalServices(_OfCoordinator):
-    """NodeServices of a node that shares the coordinator's process; `name` is its node_id."""
-
-    def register(self, address: str, endpoint: str) -> None:
-        self._coordinator.register(address, endpoint)
-
-    def withdraw(self, address: str, is_failing: bool) -> None:
-        self._coordinator.withdraw(address, is_failing)
-
-    def has_lost_state(self, address: str) -> bool:
-        return bool(self._coordinator.has_lost_state(address).result())
-
-    def first_failure(self) -> None:
-        """Its launcher says it."""
-
-    def inner_nodes_ended(self, colocation: str) -> "Future[str]":
-        return self._coordinator.inner_nodes_ended(colocation)
-
-    def stop_inner_nodes(self, colocation: str) -> None:
-        self._coordinator.stop_inner_nodes(colocation)
+    def _ask(self, question: Question[R]) -> "Future[R]":
+        return self._coordinator.ask(self._node_id, question)
 
 
-class LauncherServices(_OfCoordinator, _OutsideOfNodes):
+class _OutsideOfNodes:
+    """Refuses what only nodes may ask for."""
+
+    def register(self, address: str, endpoint: str) -> NoReturn:
+        raise RuntimeError("only a node can serve an address of the program")
+
+    def withdraw(self, address: str, is_failing: bool) -> NoReturn:
+        raise RuntimeError("only a node can serve an address of the program")
+
+    def has_lost_state(self, address: str) -> NoReturn:
+        raise RuntimeError("only a node can serve an address of the program")
+
+    def inner_nodes_ended(self, colocation: str) -> NoReturn:
+        raise RuntimeError("only a colocation has inner nodes")
+
+    def stop_inner_nodes(self, colocation: str) -> NoReturn:
+        raise RuntimeError("only a colocation has inner nodes")
+
+
+class LauncherServices(_OutsideOfNodes, LocalServices):
     """NodeServices for clients made in the launching process.
 
     deferring: keeps signals out of its body. One that is raised in the main thread as that takes the coordinator's

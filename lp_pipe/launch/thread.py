@@ -14,8 +14,6 @@ from lp_pipe.connections import inproc
 from lp_pipe.context import NodeContext, NodeServices, entered
 from lp_pipe.launch.coordination.call_rate import CallRate
 from lp_pipe.launch.coordination.coordinator import Coordinator
-from lp_pipe.launch.coordination.record import Failure
-from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.plan import interpreter_state
 from lp_pipe.launch.plan.launch_plan import LaunchPlan
@@ -23,6 +21,8 @@ from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.processes.compute_threads import unset_threads, use_threads
 from lp_pipe.launch.processes.execute import run_node, run_setup
 from lp_pipe.launch.services import LocalServices
+from lp_pipe.launch.supervision.messages import Failure
+from lp_pipe.launch.supervision.view import View
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog
 from lp_pipe.telemetry.tracebacks import stack_of

@@ -10,7 +10,6 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.checkpoint import Checkpoints
-from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.engines import LocalEngine
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.hosts import relocation
@@ -18,6 +17,7 @@ from lp_pipe.launch.plan.hardware import Hardware
 from lp_pipe.launch.plan.host_placement import HostPlacement
 from lp_pipe.launch.plan.placement import Placement
 from lp_pipe.launch.plan.spec import NodeSpec
+from lp_pipe.launch.supervision.messages import Failure
 from tests.launch.engines.programs import Probe, are_gone
 from tests.waiting import until
 

@@ -19,7 +19,7 @@ from lp_pipe.launch.plan.launch_plan import make_plan
 from lp_pipe.launch.process import ProcessHost, make_host
 from lp_pipe.launch.processes import template
 from lp_pipe.launch.processes.node_stream import NodeStream
-from lp_pipe.protos import supervision_pb2 as wire
+from lp_pipe.launch.supervision import messages
 from lp_pipe.telemetry.metrics import MetricsLog
 
 WITHIN_S = 20.0
@@ -439,13 +439,13 @@ def test_a_process_that_reports_in_after_the_stop_is_told_so_before_what_it_is_t
 ) -> None:
     """It was told after it, and had run some of its code by then: a node that was just started again, for example."""
 
-    def stopped(host: ProcessHost, stream: NodeStream, hello: wire.Hello) -> None:
-        host._coordinator.request_stop()
+    def stopped(host: ProcessHost, stream: NodeStream, hello: messages.Hello) -> None:
+        host._coordinator.tell("node/0", messages.RequestStop())
         on_hello(host, stream, hello)
 
-    def noted(stream: NodeStream, payload: bytes | None = None, **message: Any) -> None:
-        said.extend(message)
-        send(stream, payload, **message)
+    def noted(stream: NodeStream, notice: messages.Notice, payload: bytes | None = None) -> None:
+        said.append(type(notice).__name__)
+        send(stream, notice, payload)
 
     said: list[str] = []
     on_hello, send = ProcessHost._on_hello, NodeStream.send
@@ -454,5 +454,5 @@ def test_a_process_that_reports_in_after_the_stop_is_told_so_before_what_it_is_t
     program = lp.Program("late")
     program.add_node(lp.PyNode((tmp_path / "has run").touch), label="node")
     lp.launch(program, "process").wait(WITHIN_S)
-    assert said[:2] == ["stop", "start"]
+    assert said[:2] == ["Stop", "Start"]
     assert not list(tmp_path.iterdir())

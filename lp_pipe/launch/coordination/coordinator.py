@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from lp_pipe.errors import NodeError, Unavailable
 from lp_pipe.launch.coordination.call_rate import CallRate
@@ -11,12 +11,17 @@ from lp_pipe.launch.coordination.directory import Directory
 from lp_pipe.launch.coordination.first_failure import ECHO_PATIENCE_S
 from lp_pipe.launch.coordination.node_lifecycle import NodeLifecycles, Order
 from lp_pipe.launch.coordination.ports import Ports
-from lp_pipe.launch.coordination.record import Failure, NodeRecord
+from lp_pipe.launch.coordination.record import NodeRecord
 from lp_pipe.launch.coordination.settling import Settlement, SettlingLock
 from lp_pipe.launch.plan.launch_plan import LaunchPlan
+from lp_pipe.launch.supervision import messages
+from lp_pipe.launch.supervision.messages import Failure, Notice, Question
 from lp_pipe.telemetry.events import EventLog
 from lp_pipe.telemetry.metrics import MetricsLog
 from lp_pipe.telemetry.tracebacks import fold_traceback
+
+M = TypeVar("M")
+R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +40,7 @@ class Coordinator:
         plan: LaunchPlan,
         endpoint_of: Callable[[str], str],
         metrics: MetricsLog,
-        reserve_port: Callable[[str], str] | None = None,
+        reserve_port: "Callable[[str], str | Future[str]] | None" = None,
     ) -> None:
         self.plan = plan
         self._endpoint_of = endpoint_of
@@ -44,6 +49,7 @@ class Coordinator:
         self._directory = Directory()
         self._inner_ended: list[tuple[str, Future[str]]] = []  # who waits for the inner nodes of a colocation
         self._reserve_port = reserve_port or Ports().reserve
+        self._takers = self._table()
         self._settling = SettlingLock(self._inner_settled)
         self._lock, self._changed = self._settling.lock, self._settling.changed
         self._changing = self._settling.changing
@@ -58,12 +64,59 @@ class Coordinator:
         """Write what happens from now on there."""
         self._events = events
 
-    def tell(self, event: str, node_id: str | None = None, **facts: Any) -> None:
+    def note_event(self, event: str, node_id: str | None = None, **facts: Any) -> None:
         """Write an event, if the run keeps them."""
         if self._events is not None:
             self._events.write(event, node_id, **facts)
 
-    # What nodes ask (through NodeServices).
+    # Messages of nodes and of what runs them (NodeApi).
+
+    def tell(self, node_id: str, notice: Notice) -> None:
+        self._takers[type(notice)](node_id, notice)
+
+    def ask(self, node_id: str, question: Question[R]) -> "Future[R]":
+        answer: Future[Any] = Future()
+        try:
+            found = self._takers[type(question)](node_id, question)
+        except Exception as error:
+            answer.set_exception(error)
+            return answer
+        if isinstance(found, Future):
+            return found
+        answer.set_result(found)
+        return answer
+
+    def _table(self) -> dict[type, Callable[[str, Any], object]]:
+        """Return what takes each kind of message: its arguments are a node_id and the message."""
+        table: dict[type, Callable[[str, Any], object]] = {}
+
+        def on(kind: type[M], take: Callable[[str, M], object]) -> None:
+            table[kind] = take
+
+        on(messages.Register, lambda node_id, message: self.register(message.address, message.endpoint))
+        on(messages.Withdraw, lambda node_id, message: self.withdraw(message.address, message.is_failing))
+        on(messages.Find, lambda node_id, message: self.find(message.address))
+        on(messages.Resolve, lambda node_id, message: self.resolve(message.address))
+        on(messages.WatchState, lambda node_id, message: self.watch_state(message.addresses))
+        on(messages.HasLostState, lambda node_id, message: self.has_lost_state(message.address))
+        on(messages.ReservePort, lambda node_id, message: self.reserve_port(message.address))
+        on(messages.InnerNodesEnded, lambda node_id, message: self.inner_nodes_ended(message.colocation))
+        on(messages.StopInnerNodes, lambda node_id, message: self.stop_inner_nodes(message.colocation))
+        on(messages.RequestStop, lambda node_id, message: self.request_stop())
+        on(messages.Hear, lambda node_id, message: "")  # all messages of one node come in order
+        on(messages.LogMetrics, lambda node_id, message: self.log_metrics(node_id, message.values, message.step))
+        on(messages.LogEvent, lambda node_id, message: self.log_event(node_id, message.event, message.step))
+        on(messages.CallsTaken, lambda node_id, message: self.calls_of_nodes({node_id: message.calls}))
+        on(messages.Started, lambda node_id, message: self.node_started(node_id, message.pid))
+        on(
+            messages.CodeEnded,
+            lambda node_id, message: self.node_ended(node_id, message.failure, message.can_restart),
+        )
+        on(messages.EndsUnasked, lambda node_id, message: self.node_ends_unasked(node_id))
+        on(messages.Gone, lambda node_id, message: self.node_down(node_id))
+        return table
+
+    # What nodes ask for.
 
     def endpoint_for(self, address: str) -> str:
         """Where the owner of the address listens.
@@ -82,7 +135,7 @@ class Coordinator:
             owner = self.plan.owners.get(address)
             if owner is not None and owner not in self._told_ready:
                 self._told_ready.add(owner)
-                self.tell("ready", owner)
+                self.note_event("ready", owner)
 
     def withdraw(self, address: str, is_failing: bool) -> None:
         """Nobody listens there any more; if its node fails, how will be known when that has ended."""
@@ -90,12 +143,6 @@ class Coordinator:
             self._directory.withdraw([address])
             if is_failing and not self._lifecycles.stop_requested:
                 self._lifecycles.ends_unasked(self.plan.owners[address])
-
-    def hear(self) -> "Future[str]":
-        """Done once all that was said before has been heard."""
-        heard: Future[str] = Future()
-        heard.set_result("")
-        return heard
 
     def resolve(self, address: str) -> "Future[str]":
         """The endpoint once it is registered; Unavailable once its node cannot register any more."""
@@ -127,13 +174,10 @@ class Coordinator:
             self._directory.watch_state(addresses, loss)
         return loss
 
-    def has_lost_state(self, address: str) -> "Future[str]":
-        """Answer "yes" if the server that is about to listen there was started again without such state, else ""."""
-        answer: Future[str] = Future()
+    def has_lost_state(self, address: str) -> bool:
+        """Return whether the server that is about to listen there was started again without such state."""
         with self._lock:
-            has_lost_state = self._directory.has_lost_state(address)
-        answer.set_result("yes" if has_lost_state else "")
-        return answer
+            return self._directory.has_lost_state(address)
 
     def inner_nodes_ended(self, colocation: str) -> "Future[str]":
         """Done once all inner nodes of a MultiProcessingColocation are down."""
@@ -147,9 +191,9 @@ class Coordinator:
         with self._changing():
             self._lifecycles.end_inner_nodes(colocation)
 
-    def reserve_port(self, address: str) -> str:
-        """A "host:port" that nobody uses, the same for every asker."""
-        self.plan.owner_of(address)  # an address of somebody, before a port is taken
+    def reserve_port(self, address: str) -> "str | Future[str]":
+        """Return a free "host:port", the same for every question about the address."""
+        self.plan.owner_of(address)  # raises for an address that no node owns, before a port is taken
         return self._reserve_port(address)
 
     def request_stop(self, hurry: bool = False, from_outside: bool = False) -> bool:
@@ -178,14 +222,10 @@ class Coordinator:
         with self._changing():
             self._lifecycles.started(node_id, pid)
             self._lifecycles.nodes[node_id].call_rate = call_rate or CallRate()
-            self.tell("start", node_id, pid=pid)
-
-    def node_calls(self, node_id: str, calls: int) -> None:
-        """How many calls a node's servers have taken since it started."""
-        self.calls_of_nodes({node_id: calls})
+            self.note_event("start", node_id, pid=pid)
 
     def calls_of_nodes(self, taken: Mapping[str, int]) -> None:
-        """As `node_calls`, of many nodes."""
+        """Note how many calls the servers of each node have taken since it started."""
         with self._lock:
             for node_id, calls in taken.items():
                 self._lifecycles.nodes[node_id].call_rate.count(calls)
@@ -195,7 +235,7 @@ class Coordinator:
         with self._changing():
             news = self._lifecycles.ended(node_id, failure, can_restart)
             if failure is not None and self._lifecycles.nodes[node_id].error is failure:
-                self.tell("death", node_id, how=failure.summary)
+                self.note_event("death", node_id, how=failure.summary)
         if news and failure is not None:  # not with the lock held: a handler of the user's may ask for the status
             _log.warning("%s", "\n  ".join([news, *fold_traceback(failure.traceback)[-_SHOWN_LINES:]]))
 
@@ -363,14 +403,14 @@ class Coordinator:
         for node_id in node_ids:
             self._told_ready.discard(node_id)
             group = self._lifecycles.groups[self._lifecycles.nodes[node_id].spec.name]
-            self.tell("restart", node_id, restarts=group.row()["restarts"])
+            self.note_event("restart", node_id, restarts=group.row()["restarts"])
 
     def _withdraw_all(self, record: NodeRecord) -> None:
         """Forget where the node listened, and settle the futures that wait for it in vain."""
         node_id = record.spec.node_id
         if record.is_down and node_id not in self._told_ends:
             self._told_ends.add(node_id)
-            self.tell("end", node_id, state=record.state.word)
+            self.note_event("end", node_id, state=record.state.word)
         self._directory.withdraw(record.spec.addresses)
         if record.state.will_restart:
             self._settling.settle(self._directory.lose_state(record.spec.addresses, record.spec.node_id))

@@ -3,8 +3,8 @@
 import time
 
 from lp_pipe.errors import NodeError
-from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.plan.spec import NodeSpec
+from lp_pipe.launch.supervision.messages import Failure
 
 # An Unavailable is mostly the echo of another node's death, whose news may come a moment later: wait so long for it.
 # A killed process is reported after 1 s at the latest (its last frames, its last lines).

@@ -4,9 +4,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from lp_pipe.launch.coordination.record import Failure, NodeRecord
+from lp_pipe.launch.coordination.record import NodeRecord
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.supervision.lifecycle import Backoff, NodeState
+from lp_pipe.launch.supervision.messages import Failure
 
 # What one row says of several parts: the first of these states that any of them is in.
 _STATES = ("failed", "running", "starting", "restarting", "stopped", "finished")

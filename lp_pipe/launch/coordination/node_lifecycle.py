@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from lp_pipe.launch.coordination.first_failure import FirstFailure
 from lp_pipe.launch.coordination.node_group import NodeGroup
-from lp_pipe.launch.coordination.record import Failure, NodeRecord
+from lp_pipe.launch.coordination.record import NodeRecord
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.supervision.lifecycle import NodeState
+from lp_pipe.launch.supervision.messages import Failure
 
 
 class Order(NamedTuple):

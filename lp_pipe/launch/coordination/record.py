@@ -6,28 +6,7 @@ from dataclasses import dataclass, field
 from lp_pipe.launch.coordination.call_rate import CallRate
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.supervision.lifecycle import TRANSITIONS, Backoff, NodeState
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a node failed.
-
-    is_unavailable: the error may only be the consequence of another node's end.
-    is_plain_echo: the error is that consequence itself, and was not raised by code that dealt with it, such as a save
-        on the way out; after the program's stop it is no failure.
-    is_hang: the launcher killed the node because it made no progress; its group's `on_hang` decides what follows.
-    """
-
-    type_name: str
-    message: str
-    traceback: str = ""
-    is_unavailable: bool = False
-    is_plain_echo: bool = False
-    is_hang: bool = False
-
-    @property
-    def summary(self) -> str:
-        return f"{self.type_name}: {self.message}"
+from lp_pipe.launch.supervision.messages import Failure
 
 
 @dataclass

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from lp_pipe.launch.coordination.coordinator import Coordinator
-from lp_pipe.launch.coordination.record import Failure
-from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.hangs import hang_text
 from lp_pipe.launch.hangs.hang_detection import find_deadlocks, find_hung, find_suspects
 from lp_pipe.launch.hangs.wait_graph import Wait, WaitGraph, WaitKey
 from lp_pipe.launch.host import Host
+from lp_pipe.launch.supervision.messages import Failure
+from lp_pipe.launch.supervision.view import View
 from lp_pipe.launched import launcher_of
 from lp_pipe.telemetry import waits
 from lp_pipe.telemetry.positions import positions
@@ -200,7 +200,7 @@ class HangWatch:
         return time.monotonic() - self._awake_since < self._limit_s
 
     def _report_hang(self, nodes: list[str], text: str, is_deadlock: bool) -> None:
-        self._coordinator.tell("hang", nodes[0], nodes=nodes[:_NAMED_AT_MOST], text=text, is_deadlock=is_deadlock)
+        self._coordinator.note_event("hang", nodes[0], nodes=nodes[:_NAMED_AT_MOST], text=text, is_deadlock=is_deadlock)
         self._report(text)
 
     def _report(self, text: str, level: int = logging.WARNING) -> None:

@@ -18,7 +18,6 @@ from lp_pipe.connections.routes import local_address_towards
 from lp_pipe.connections.tcp_endpoint import bracketed
 from lp_pipe.errors import LaunchError, Unauthenticated, Unavailable
 from lp_pipe.launch.coordination.ports import Ports
-from lp_pipe.launch.coordination.view import View
 from lp_pipe.launch.hosts import handshake
 from lp_pipe.launch.hosts.agent_link import ALIVE, AgentLink
 from lp_pipe.launch.hosts.assignment import Assignment
@@ -31,6 +30,8 @@ from lp_pipe.launch.plan.placement import Placement
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.processes.template_process import LAUNCHER_PATIENCE_S
+from lp_pipe.launch.supervision.messages import HostMembership
+from lp_pipe.launch.supervision.view import View
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc.daemon_pool import settle
 
@@ -132,7 +133,7 @@ class Agent:
             dict(assignment.places),
             surroundings=assignment.surroundings.on_this_host(self.tree),
             log_output=self.logs,
-            membership=wire.Membership(
+            membership=HostMembership(
                 run=assignment.run,
                 host=f"{self.name}/{os.getpid()}",
                 reached_at=f"{self._scheme}{bracketed(self.address)}",

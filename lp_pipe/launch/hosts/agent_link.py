@@ -2,15 +2,14 @@
 
 import contextlib
 import functools
-import itertools
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from lp_pipe.connections import Connection, Frame, frames
 from lp_pipe.errors import LaunchError, Unavailable
+from lp_pipe.launch.supervision.peer import PendingAnswers
 from lp_pipe.rpc import codec
 
 _log = logging.getLogger(__name__)
@@ -29,15 +28,12 @@ class AgentLink:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._target: object = None
-        self._ids = itertools.count(1)
-        self._asked: dict[int, Future[Any]] = {}
-        self._lock = threading.Lock()
-        self._closed_reason: str | None = None
+        self._pending = PendingAnswers()
 
     @property
     def closed_reason(self) -> str | None:
         """None while the connection is there."""
-        return self._closed_reason
+        return self._pending.closed_reason
 
     def serve(self, target: object) -> None:
         """From now on the other side is answered; called before anything can arrive."""
@@ -50,17 +46,12 @@ class AgentLink:
 
     def ask(self, method: str, *args: Any) -> "Future[Any]":
         """The answer of a method there; Unavailable when the other side goes away before it answers."""
-        answer: Future[Any] = Future()
-        number = next(self._ids)
-        with self._lock:
-            if self._closed_reason is not None:
-                answer.set_exception(Unavailable(self._closed_reason))
-                return answer
-            self._asked[number] = answer
-        try:
-            self._send(number, method, args)
-        except Unavailable as error:
-            self._settle(number, error)
+        number, answer = self._pending.add()
+        if not answer.done():
+            try:
+                self._send(number, method, args)
+            except Unavailable as error:
+                self._pending.settle(number, error)
         return answer
 
     def on_frame(self, frame: Frame) -> None:
@@ -68,18 +59,14 @@ class AgentLink:
         if frame.kind == frames.SUPERVISION:
             self._on_call(frame)
         elif frame.kind == frames.RESULT:
-            self._settle(frame.id, codec.decode(frame.body, frame.buffers))
+            self._pending.settle(frame.id, codec.decode(frame.body, frame.buffers))
         elif frame.kind == frames.ERROR:
             kind, text = codec.decode(frame.body, frame.buffers)
-            self._settle(frame.id, _ERRORS.get(kind, LaunchError)(text))
+            self._pending.settle(frame.id, _ERRORS.get(kind, LaunchError)(text))
 
     def on_close(self, reason: str) -> None:
         """Everybody who waits for an answer hears of it."""
-        with self._lock:
-            self._closed_reason = reason
-            numbers = list(self._asked)
-        for number in numbers:
-            self._settle(number, Unavailable(reason))
+        self._pending.close(reason)
 
     def close(self, reason: str) -> None:
         """End the connection, whose other end gets the reason."""
@@ -115,16 +102,6 @@ class AgentLink:
     def _send(self, number: int, method: str, args: tuple[Any, ...]) -> None:
         payload = codec.encode(args)
         self._connection.send(Frame(frames.SUPERVISION, number, method, payload.body, payload.buffers))
-
-    def _settle(self, number: int, outcome: Any) -> None:
-        with self._lock:
-            answer = self._asked.pop(number, None)
-        if answer is None or not answer.set_running_or_notify_cancel():
-            return
-        if isinstance(outcome, Exception):
-            answer.set_exception(outcome)
-        else:
-            answer.set_result(outcome)
 
 
 def _ignore(result: Any, error: BaseException | None) -> None:

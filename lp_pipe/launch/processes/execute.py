@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lp_pipe.context import NodeContext
-from lp_pipe.launch.coordination.record import Failure
+from lp_pipe.launch.supervision.messages import Failure
 from lp_pipe.nodes import Node, is_caused_by_peer, is_only_caused_by_peer, run_to_end
 from lp_pipe.rpc.remote_error import format_traceback, innermost_type_name, text_of
 

@@ -33,7 +33,7 @@ from lp_pipe.launch.processes.template_process import (
     receive_message,
     send_message,
 )
-from lp_pipe.protos import supervision_pb2 as wire
+from lp_pipe.launch.supervision.messages import Ping
 
 _log = logging.getLogger(__name__)
 
@@ -274,4 +274,4 @@ class LauncherPings:
                 )
             self._template.ping()
             for stream in list(self._streams.values()):
-                stream.mention(ping=wire.Ping())
+                stream.mention(Ping())

@@ -8,9 +8,9 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.launch.coordination import node_lifecycle
 from lp_pipe.launch.coordination.node_lifecycle import NodeLifecycles
-from lp_pipe.launch.coordination.record import Failure
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.supervision.lifecycle import NodeState
+from lp_pipe.launch.supervision.messages import Failure
 
 FAILURES = [
     None,

@@ -8,6 +8,7 @@ import pytest
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.hosts.agent_link import AgentLink
 from lp_pipe.launch.hosts.remote_coordinator import RemoteCoordinator
+from lp_pipe.launch.supervision.messages import CallsTaken
 
 WITHIN_S = 20.0
 
@@ -65,8 +66,8 @@ def test_calls_are_reported_for_all_nodes_at_once_and_only_if_there_were_any() -
     link = Link()
     asking = coordinator(link)
     assert not asking.report_calls()
-    asking.node_calls("a/0", 3)
-    asking.node_calls("a/1", 4)
+    asking.tell("a/0", CallsTaken(3))
+    asking.tell("a/1", CallsTaken(4))
     assert asking.report_calls()
     assert link.told == [("calls", {"a/0": 3, "a/1": 4})]
     assert not asking.report_calls()

@@ -13,13 +13,13 @@ from lp_pipe.launch import process
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.processes.node_stream import NodeStream
-from lp_pipe.protos import supervision_pb2 as wire
+from lp_pipe.launch.supervision import messages
 
 PINGS = 2_000  # a socket holds less than 300 of them
 
 
-def kind(body: "bytes | bytearray | memoryview") -> str | None:
-    return wire.Supervision.FromString(bytes(body)).WhichOneof("message")
+def kind(body: "bytes | bytearray | memoryview") -> str:
+    return type(messages.from_bytes(body)).__name__
 
 
 def test_a_process_that_reads_nothing_holds_up_neither_the_pings_to_the_others_nor_its_own_stop() -> None:
@@ -27,27 +27,27 @@ def test_a_process_that_reads_nothing_holds_up_neither_the_pings_to_the_others_n
     # pings waited for it, and all the other nodes took the launcher for dead.
     ours, theirs = (UnixConnection(sock, name) for sock, name in zip(socket.socketpair(), ("node", "us"), strict=True))
     stream = NodeStream(ours, Coordinator.__new__(Coordinator), lambda stream, hello: None)
-    ours.start(stream.on_frame, stream.on_close)
+    stream.start()
 
     def speak() -> None:
         for _ in range(PINGS):
-            stream.mention(ping=wire.Ping())
+            stream.mention(messages.Ping())
             stream.look(1.0)
-        stream.send(stop=wire.Stop())
+        stream.send(messages.Stop())
 
     speaking = threading.Thread(target=speak, daemon=True)
     speaking.start()
     speaking.join(20)
     is_held_up = speaking.is_alive()
-    heard: SimpleQueue[str | None] = SimpleQueue()
+    heard: SimpleQueue[str] = SimpleQueue()
     theirs.start(lambda frame: heard.put(kind(frame.body)), lambda reason: None)
     words = [heard.get(timeout=20)]
-    while words[-1] != "stop":
+    while words[-1] != "Stop":
         words.append(heard.get(timeout=20))
     for connection in (ours, theirs):
         connection.close()
     assert not is_held_up
-    assert {"ping", "waits"} < set(words) and len(words) < PINGS
+    assert {"Ping", "Look"} < set(words) and len(words) < PINGS
 
 
 class Asked:

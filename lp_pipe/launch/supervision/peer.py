@@ -1,0 +1,125 @@
+"""One end of a connection that carries supervision messages: notices, questions and their answers, both ways."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.errors import LaunchError, Unavailable
+from lp_pipe.launch.supervision import messages
+from lp_pipe.launch.supervision.messages import Notice, Question
+
+R = TypeVar("R")
+
+_ERRORS: dict[str, type[Exception]] = {"Unavailable": Unavailable, "RuntimeError": RuntimeError}
+_NO_ANSWER = 0  # the id of a message without an answer
+
+
+class PendingAnswers:
+    """The futures of questions that were asked and not answered, by number.
+
+    Thread-safe without a lock: a signal handler that has interrupted one of these methods may call them, too.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(_NO_ANSWER + 1)
+        self._futures: dict[int, Future[Any]] = {}
+        self.closed_reason: str | None = None  # None while answers may come
+
+    def add(self) -> "tuple[int, Future[Any]]":
+        """Return the number of a new question, and the future of its answer; Unavailable after `close`."""
+        number, answer = next(self._numbers), Future[Any]()
+        self._futures[number] = answer
+        if self.closed_reason is not None:  # looked at last: `close` may not have seen the question
+            self.settle(number, Unavailable(self.closed_reason))
+        return number, answer
+
+    def settle(self, number: int, outcome: Any) -> None:
+        """Give a question its outcome, an exception or a value; ignored for one that has an outcome already."""
+        answer = self._futures.pop(number, None)
+        if answer is None or not answer.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, BaseException):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
+
+    def close(self, reason: str) -> None:
+        """Settle all questions, also those that are asked later, with Unavailable."""
+        self.closed_reason = reason
+        for number in list(self._futures):
+            self.settle(number, Unavailable(reason))
+
+
+class Peer:
+    """The messages of one connection, whose frames and end it is given (`on_frame`, `on_close`).
+
+    handle: called in the connection's thread with each message of the other end, so it must not block. It returns the
+        answer of a question, or a Future of it.
+    """
+
+    def __init__(self, connection: Connection, handle: Callable[[Any], object]) -> None:
+        self.connection = connection
+        self._handle = handle
+        self._pending = PendingAnswers()
+
+    def tell(self, notice: Notice, payload: bytes | None = None) -> None:
+        """Send a notice.
+
+        Raises:
+            Unavailable: the connection is closed.
+        """
+        self._send(_NO_ANSWER, notice, payload)
+
+    def ask(self, question: Question[R]) -> "Future[R]":
+        """Send a question; its answer is Unavailable when the connection closes before it comes."""
+        number, answer = self._pending.add()
+        if not answer.done():
+            try:
+                self._send(number, question)
+            except Unavailable as error:
+                self._pending.settle(number, error)
+        return answer
+
+    def on_frame(self, frame: Frame) -> None:
+        if frame.kind == frames.SUPERVISION:
+            self._on_message(frame.id, messages.from_bytes(frame.body))
+        elif frame.kind == frames.RESULT:
+            self._pending.settle(frame.id, messages.from_bytes(frame.body))
+        elif frame.kind == frames.ERROR:
+            kind, text = messages.from_bytes(frame.body)
+            self._pending.settle(frame.id, _ERRORS.get(kind, LaunchError)(text))
+
+    def on_close(self, reason: str) -> None:
+        self._pending.close(reason)
+
+    def _on_message(self, number: int, message: Any) -> None:
+        if number == _NO_ANSWER:
+            self._handle(message)
+            return
+        try:
+            answer = self._handle(message)
+        except Exception as error:
+            self._answer(number, error)
+            return
+        if isinstance(answer, Future):
+            answer.add_done_callback(functools.partial(self._answer_with, number))
+        else:
+            self._answer(number, answer)
+
+    def _answer_with(self, number: int, done: "Future[Any]") -> None:
+        error = done.exception()
+        self._answer(number, done.result() if error is None else error)
+
+    def _answer(self, number: int, outcome: Any) -> None:
+        is_error = isinstance(outcome, BaseException)
+        body = messages.to_bytes((type(outcome).__name__, str(outcome)) if is_error else outcome)
+        with suppress(Unavailable):  # the other end does not wait for it any more
+            self.connection.send(Frame(frames.ERROR if is_error else frames.RESULT, number, body=body))
+
+    def _send(self, number: int, message: Any, payload: bytes | None = None) -> None:
+        buffers = () if payload is None else (payload,)
+        self.connection.send(Frame(frames.SUPERVISION, number, "", messages.to_bytes(message), buffers))
