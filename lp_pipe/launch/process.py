@@ -258,7 +258,7 @@ class ProcessHost(Host):
             self._told_to_stop.add(node_id)
             stream.send(messages.Stop())
         stream.send(
-            messages.Start(
+            messages.StartNode(
                 label=spec.label,
                 index=spec.index,
                 group_size=spec.group_size,

@@ -454,5 +454,5 @@ def test_a_process_that_reports_in_after_the_stop_is_told_so_before_what_it_is_t
     program = lp.Program("late")
     program.add_node(lp.PyNode((tmp_path / "has run").touch), label="node")
     lp.launch(program, "process").wait(WITHIN_S)
-    assert said[:2] == ["Stop", "Start"]
+    assert said[:2] == ["Stop", "StartNode"]
     assert not list(tmp_path.iterdir())

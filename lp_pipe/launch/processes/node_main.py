@@ -58,7 +58,7 @@ class Supervision(MessageServices):
         self._is_first = attempt == 0
         self.stop_signal = StopSignal()
         self.count_calls: Callable[[], int | None] = lambda: None
-        self.started: Future[tuple[messages.Start, Generator[Any, None, None]]] = Future()
+        self.started: Future[tuple[messages.StartNode, Generator[Any, None, None]]] = Future()
         self._owner = ForkGuard()  # the answers do not come to a forked child
         self._endpoint_prefix = ""
         self._connection = connections.connect(endpoint, idle_timeout_s=LAUNCHER_PATIENCE_S)
@@ -73,7 +73,7 @@ class Supervision(MessageServices):
         """
         self._peer.tell(notice)
 
-    def use_places_of(self, start: messages.Start) -> None:
+    def use_places_of(self, start: messages.StartNode) -> None:
         """Find servers by the folder, or the membership, that the start names."""
         membership = start.membership
         if membership is None:
@@ -255,7 +255,7 @@ def all_stacks() -> str:
     return "\n".join(parts)
 
 
-def _run(start: messages.Start, loaded: Generator[Any, None, None], supervision: Supervision) -> Failure | None:
+def _run(start: messages.StartNode, loaded: Generator[Any, None, None], supervision: Supervision) -> Failure | None:
     _set_up_process(start)
     main_module.enter_node(start.main)
     interpreter_state.restore(start.state)
@@ -300,7 +300,7 @@ def _nothing() -> None:
     """The setup function of a program without one."""
 
 
-def _set_up_process(start: messages.Start) -> None:
+def _set_up_process(start: messages.StartNode) -> None:
     """Environment, folder and import path as they were at launch()."""
     os.environ.clear()
     os.environ.update(start.env)

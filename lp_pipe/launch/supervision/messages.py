@@ -210,7 +210,7 @@ class HostMembership:
 
 
 @dataclass(frozen=True)
-class Start(Notice):
+class StartNode(Notice):
     """What a node's process needs before it imports anything of the user's.
 
     main: attributes of the launcher's __main__ that describe its script: __file__, __package__, __doc__.
