@@ -1,4 +1,4 @@
-"""A run's ear for other processes of its user: `lp_pipe status`, `stop`, `stacks` talk to it."""
+"""The server that answers `lp_pipe status`, `stop` and `stacks` for a run."""
 
 import contextlib
 import logging
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Control:
-    """What may be asked, over a connection that only this user can make; of each connection one thing at a time."""
+    """The rpc interface of a run, at a socket that only this user can reach; each connection has one call at a time."""
 
     def __init__(self, coordinator: Coordinator, host: Host) -> None:
         self._coordinator = coordinator
@@ -39,7 +39,7 @@ class Control:
         self._is_over = threading.Event()
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
-        """As Run.status(), and each node's "host"."""
+        """Return Run.status(), with the "host" of each node."""
         hosts = {spec.name: self._host.where(spec.node_id) for spec in self._coordinator.plan.nodes}
         return {
             label: [{**row, "host": hosts[f"{label}/{index}"]} for index, row in enumerate(rows)]
@@ -47,13 +47,13 @@ class Control:
         }
 
     def stop(self) -> dict[str, list[dict[str, Any]]]:
-        """Stop in order; the last status, once nothing of the run is left."""
+        """Stop in order; return the last status once nothing of the run is left."""
         self._coordinator.request_stop(from_outside=True)
         self._is_over.wait()
         return self._coordinator.status()
 
     def stacks(self) -> str:
-        """As Run.stacks()."""
+        """Return Run.stacks()."""
         return self._host.stacks()
 
     def is_over(self) -> None:

@@ -49,21 +49,21 @@ MakeProgram = Callable[[int], Program]
 
 
 class HostCount(NamedTuple):
-    """How many hosts a program may have."""
+    """The least and the largest number of hosts of a program."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From "2:4".
+        """Return the numbers that a text such as "2:4" means.
 
         Raises:
             ValueError: it is something else.
         """
         least, _, most = text.partition(":")
         if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
-            raise ValueError(f"{text!r} is no number of hosts: write MIN:MAX, such as 2:4")
+            raise ValueError(f"{text!r} is not a number of hosts: write MIN:MAX, such as 2:4")
         return cls(int(least), int(most))
 
 
@@ -131,7 +131,7 @@ def _checked(make_program: MakeProgram) -> MakeProgram:
 
 
 class ElasticRun:
-    """What `launch_elastic` returns: one run after the other, in one folder. As `Run`; use it as a context manager.
+    """One run after the other, in one folder; returned by `launch_elastic`. Use it as a context manager, like `Run`.
 
     has_raised_failure: whether `wait` or the end of the `with` block has raised the failure.
     """
@@ -160,12 +160,12 @@ class ElasticRun:
 
     @property
     def num_hosts(self) -> int:
-        """For how many hosts the program is that runs now."""
+        """The number of hosts of the program that runs now."""
         return self._num_hosts
 
     @property
     def run(self) -> Run:
-        """The one that runs now, or was the last: `status`, `client`, `stacks` are asked of it."""
+        """The run of now, or the last one: ask it for `status`, `client` and `stacks`."""
         return self._run
 
     @property
@@ -184,7 +184,7 @@ class ElasticRun:
         return self._interrupts.received
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
-        """As `Run.status`, of the one that runs now."""
+        """Return `Run.status` of the program that runs now."""
         return self._run.status()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -262,7 +262,7 @@ class ElasticRun:
             self._is_over.open()
 
     def _must_begin_again(self) -> bool:
-        """Wait for the end of the run; whether that was because of the hosts."""
+        """Wait for the end of the run; return whether it ended because of its hosts."""
         is_growing = False
         seen: set[str] | None = None  # checkpoints, when there were more hosts for the first time
         while not self._run.is_over:
@@ -285,7 +285,7 @@ class ElasticRun:
         return is_growing
 
     def _forget_survived_losses(self) -> None:
-        """Of spare hosts, or of such whose nodes run on spare ones by now: what fails later is not about them."""
+        """Forget losses of spare hosts, and of hosts whose nodes run elsewhere: later failures have other causes."""
         losses = self._hosts.losses
         if losses != self._losses and time.monotonic() - self._hosts.lost_at > _ECHO_S:
             states = {row["state"] for rows in self._run.status().values() for row in rows}

@@ -1,4 +1,4 @@
-"""Where nodes run: the interface between a run and a launch mode."""
+"""The interface between a run and the launch mode in which its nodes run."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping

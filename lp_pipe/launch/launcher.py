@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # most launches are of one host, and do not need what is for 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What is said of a run whatever its mode, see `launch`.
+    """The options of a run in any mode; see `launch`.
 
     Raises:
         ValueError: grace or hang_after is no such number of seconds.
@@ -165,7 +165,7 @@ def start_run(
     *,
     is_named: bool = True,
 ) -> Run:
-    """As `launch`, once it is decided where.
+    """Start the program in its folder, as `launch` does.
 
     is_named: whether the folder was asked for. If not, a run that is not listed keeps no records, and its folder only
         if something is in it at the end.
@@ -211,7 +211,7 @@ def check_program(found: Any, wanted: str) -> Program:
 
 
 def named_engine(engine: str | Engine, hosts: str | Sequence[str], options: Mapping[str, str]) -> Engine:
-    """The engine that a user means.
+    """Return the engine that the user named.
 
     Raises:
         ValueError: there is none of that name, or it cannot read its hosts or options.

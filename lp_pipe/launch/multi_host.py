@@ -43,7 +43,7 @@ _CLOSE_PATIENCE_S = 8.0
 
 
 def make_host(plan: LaunchPlan, metrics: MetricsLog, options: MultiHostOptions) -> tuple[Host, Coordinator]:
-    """A host that runs each node of `plan` on one of the engine's hosts; these have joined when it returns.
+    """Return a host that runs each node of `plan` on one of the engine's hosts, once these have joined.
 
     Raises:
         SerializationError: a node, or the plan's setup, cannot be sent to its process.
@@ -69,7 +69,7 @@ def make_host(plan: LaunchPlan, metrics: MetricsLog, options: MultiHostOptions) 
 
 
 class MultiHost(Host):
-    """Hands everything to the agents of the nodes' hosts, and hears of their ends."""
+    """The hosts of an engine: passes everything on to their agents, and is told of their losses."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class MultiHost(Host):
 
 
 def _zero_if_gone(answer: "Future[int]") -> "Future[int]":
-    """As ProcessHost: what has ended is struck no more."""
+    """Return the answer's hits, or 0 if the host is gone, as ProcessHost does for a process that has ended."""
     found: Future[int] = Future()
     answer.add_done_callback(lambda done: found.set_result(0 if done.exception() is not None else done.result()))
     return found

@@ -51,7 +51,7 @@ _SHOWN_LINES = 20
 
 
 def make_host(plan: LaunchPlan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
-    """A host that runs each node of `plan` in a process of its own (of a MultiProcessingColocation each inner node).
+    """Return a host that runs each node of `plan`, and each inner node of a MultiProcessingColocation, in a process.
 
     Raises:
         SerializationError: a node, or the plan's setup, cannot be sent to its process.
@@ -237,7 +237,7 @@ class ProcessHost(Host):
         }
 
     def _search_path_of(self, spec: NodeSpec) -> list[str]:
-        """The launcher's; before it a PYTHONPATH that is the node's own."""
+        """Return the launcher's import path, after a PYTHONPATH that is the node's own."""
         own = spec.resources.env.get("PYTHONPATH", "").split(os.pathsep)
         return list(dict.fromkeys([*filter(None, own), *self._surroundings.sys_path]))
 
@@ -246,7 +246,7 @@ class ProcessHost(Host):
         stream.start()
 
     def _on_hello(self, stream: NodeStream, hello: messages.Hello) -> None:
-        """A node's process has reported in: send it what it is to be."""
+        """Send a process that has connected what its node is."""
         node_id = hello.node_id
         if hello.attempt != self._attempts[node_id]:  # the word of a process that has died since
             stream.connection.close("another process is this node by now")
@@ -306,7 +306,7 @@ class ProcessHost(Host):
         self._coordinator.tell(node_id, messages.Gone())
 
     def _report_death(self, node_id: str, how: str, deadline: float, can_restart: bool) -> None:
-        """A process is gone; if its code had not ended before, that is the node's failure."""
+        """Report a process that is gone; if its code had not ended before, that is the node's failure."""
         if not self._coordinator.is_running(node_id) and can_restart:
             if how.startswith(KILLED) and not self._coordinator.must_end(node_id):
                 _log.warning("node %s had ended, but not its threads and exit functions, when %s", node_id, how)

@@ -1,4 +1,4 @@
-"""A launched program, as its launcher sees it."""
+"""The launched program as its launcher sees it, and the thread that supervises it."""
 
 import logging
 import math
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class Run:
-    """What `launch` returns. Use it as a context manager to be sure that the nodes are taken down.
+    """A launched program, returned by `launch`. Use it as a context manager to be sure that the nodes are taken down.
 
     It belongs to the process that has launched it. In a forked child `stop` and the end of the `with` block do nothing,
     and what would ask the coordinator, of which the child has a dead copy, raises Unavailable; `client` works.
@@ -95,7 +95,7 @@ class Run:
             raise
 
     def _start_supervising(self) -> None:
-        """Before the nodes: out of threads, nobody would take them down."""
+        """Start the supervising thread, before the nodes: without it nothing would take them down."""
         try:
             threading.Thread(target=self._supervise, name=f"supervise {self._program.name}", daemon=True).start()
         except RuntimeError:
@@ -104,7 +104,7 @@ class Run:
             raise
 
     def _start_nodes(self) -> None:
-        """All of them; or none is left when this raises."""
+        """Start all nodes; none is left when this raises."""
         try:
             if self._control is not None:
                 self._control.begin()
@@ -225,7 +225,7 @@ class Run:
         return self.client(nodes[index].create_handle())
 
     def stacks(self) -> str:
-        """Where every thread of every node is right now."""
+        """Return the stack of every thread of every node."""
         self._check_owner()
         return self._host.stacks()
 
@@ -303,7 +303,7 @@ class Run:
             self._finish()
 
     def _finish(self) -> None:
-        """Whatever becomes of one part: `wait` must return."""
+        """Free everything; go on after an error, because `wait` must return."""
         parts: list[Callable[[], object]] = [
             self._coordinator.finish,
             # What is published stays for ever: a word for each address, and not the whole program.

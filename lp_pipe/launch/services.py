@@ -127,7 +127,7 @@ class EndedServices(_OutsideOfNodes):
         raise Unavailable(self._reasons[address])
 
     def request_stop(self) -> None:
-        """It has stopped."""
+        """Do nothing: the program has stopped."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         raise RuntimeError("the program has ended")

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_host(plan: LaunchPlan, metrics: MetricsLog) -> tuple[Host, Coordinator]:
-    """A host that runs the nodes of `plan` as threads.
+    """Return a host that runs the nodes of `plan` as threads.
 
     Raises:
         ValueError: groups ask for different numbers of torch threads, of which a process has only one.
@@ -163,7 +163,7 @@ class ThreadHost(Host):
 
 
 def common_threads(nodes: Iterable[NodeSpec]) -> int:
-    """The number of torch threads that all these nodes want.
+    """Return the number of torch threads that all these nodes want.
 
     Raises:
         ValueError: they want different ones.

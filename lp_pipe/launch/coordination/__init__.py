@@ -1,1 +1,1 @@
-"""What the launcher knows of a running program: states, addresses, exits, the first failure."""
+"""The launcher's knowledge of a running program: states, addresses, exits, the first failure."""

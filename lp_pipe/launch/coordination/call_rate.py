@@ -1,4 +1,4 @@
-"""Calls a second of a node's servers."""
+"""The calls per second of a node's servers."""
 
 import time
 from collections import deque
@@ -8,9 +8,9 @@ _WINDOW_S = 1.0
 
 
 class CallRate:
-    """From a total that somebody counts now and then; the mean over the last one to three seconds.
+    """The mean over the last one to three seconds, computed from totals that are counted now and then.
 
-    ask: gives the total, where the servers are in this process; None: there is no server.
+    ask: returns the total where the servers are in this process, or None if there is no server.
     """
 
     def __init__(self, ask: Callable[[], int | None] | None = None) -> None:
@@ -26,7 +26,7 @@ class CallRate:
 
     @property
     def per_second(self) -> float | None:
-        """None for a node without servers, and for one that has not told yet."""
+        """The rate; None for a node without servers, and before the first report."""
         if self._ask is not None:
             calls = self._ask()
             if calls is None:

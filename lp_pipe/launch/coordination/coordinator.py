@@ -1,4 +1,4 @@
-"""The one place that knows the whole program: addresses, states, exits, the first failure, the stop."""
+"""The one object that knows the whole program: addresses, states, exits, the first failure, the stop."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,8 +31,8 @@ _SHOWN_LINES = 6  # of the traceback of a failure that does not end the program
 class Coordinator:
     """Thread-safe; every method returns at once, so that any thread of a connection may call it.
 
-    endpoint_of: where the owner of an address listens, by address id. reserve_port: where a user's own server may,
-        as "host:port", when not on this host.
+    endpoint_of: returns where the owner of an address listens. reserve_port: returns a free "host:port" for a user's
+        own server; by default a port of this host.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Coordinator:
         self.was_stopped_from_outside = False
 
     def keep_events(self, events: EventLog) -> None:
-        """Write what happens from now on there."""
+        """Write events there from now on."""
         self._events = events
 
     def note_event(self, event: str, node_id: str | None = None, **facts: Any) -> None:
@@ -119,7 +119,7 @@ class Coordinator:
     # What nodes ask for.
 
     def endpoint_for(self, address: str) -> str:
-        """Where the owner of the address listens.
+        """Return where the owner of the address listens.
 
         Raises:
             RuntimeError: no node of this program owns it.
@@ -129,7 +129,7 @@ class Coordinator:
         return self._endpoint_of(address)
 
     def register(self, address: str, endpoint: str) -> None:
-        """The server of an address listens; who waits for it in `resolve` is told."""
+        """Note that the server of an address listens, and settle the futures of `resolve`."""
         with self._changing():
             self._settling.settle(self._directory.register(address, endpoint))
             owner = self.plan.owners.get(address)
@@ -138,14 +138,14 @@ class Coordinator:
                 self.note_event("ready", owner)
 
     def withdraw(self, address: str, is_failing: bool) -> None:
-        """Nobody listens there any more; if its node fails, how will be known when that has ended."""
+        """Note that the server of an address has closed. is_failing: because its node fails, as it will report."""
         with self._lock:
             self._directory.withdraw([address])
             if is_failing and not self._lifecycles.stop_requested:
                 self._lifecycles.ends_unasked(self.plan.owners[address])
 
     def resolve(self, address: str) -> "Future[str]":
-        """The endpoint once it is registered; Unavailable once its node cannot register any more."""
+        """Return a future of the endpoint; Unavailable once the owner's node cannot register any more."""
         future: Future[str] = Future()
         with self._changing():
             outcome = self._resolved(address)
@@ -156,19 +156,19 @@ class Coordinator:
         return future
 
     def find(self, address: str) -> "Future[str]":
-        """As `resolve`, but Unavailable at once when nobody has registered it."""
+        """Return the endpoint as a settled future; Unavailable if no server is registered there."""
         future: Future[str] = Future()
         Settlement(future, self.find_all([address])[0]).carry_out()
         return future
 
     def find_all(self, addresses: Iterable[str]) -> list[str | Exception]:
-        """What `find` says of each: the lock is taken once, for hundreds of agents ask at the same time."""
+        """Return for each address its endpoint or error. The lock is taken once: hundreds of agents ask at a time."""
         with self._lock:
             outcomes = [(address, self._resolved(address)) for address in addresses]
         return [outcome or Unavailable(f"nobody listens yet at {address}") for address, outcome in outcomes]
 
     def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
-        """Note that servers of these addresses hold state of a checkpoint; done once the node of one is to restart."""
+        """Note that servers of these addresses hold checkpointed state; done once the node of one is to restart."""
         loss: Future[str] = Future()
         with self._lock:
             self._directory.watch_state(addresses, loss)
@@ -180,7 +180,7 @@ class Coordinator:
             return self._directory.has_lost_state(address)
 
     def inner_nodes_ended(self, colocation: str) -> "Future[str]":
-        """Done once all inner nodes of a MultiProcessingColocation are down."""
+        """Return a future that is done once all inner nodes of a MultiProcessingColocation are down."""
         future: Future[str] = Future()
         with self._changing():
             self._inner_ended.append((colocation, future))
@@ -197,7 +197,7 @@ class Coordinator:
         return self._reserve_port(address)
 
     def request_stop(self, hurry: bool = False, from_outside: bool = False) -> bool:
-        """Begin an ordered stop, True if something was to go on; `hurry` cuts its grace period short.
+        """Begin an ordered stop; return whether the program was to go on. hurry: cut the grace period short.
 
         from_outside: the launcher or another terminal asks, and not a node.
         """
@@ -208,7 +208,7 @@ class Coordinator:
         return is_first
 
     def log_metrics(self, node_id: str, values: Mapping[str, float], step: int | None) -> None:
-        """Under the name of the node of the program, whichever part of it says so."""
+        """Record numbers under the name of the node, whichever part of it logged them."""
         self._metrics.record(self._name_of(node_id), values, step)
 
     def log_event(self, node_id: str, event: str, step: int) -> None:
@@ -218,7 +218,7 @@ class Coordinator:
     # What the hosts report.
 
     def node_started(self, node_id: str, pid: int, call_rate: CallRate | None = None) -> None:
-        """Its process or thread is there. call_rate: of its servers, where these are in this process."""
+        """Note that the process or thread has started. call_rate: of its servers, where these are in this process."""
         with self._changing():
             self._lifecycles.started(node_id, pid)
             self._lifecycles.nodes[node_id].call_rate = call_rate or CallRate()
@@ -231,7 +231,7 @@ class Coordinator:
                 self._lifecycles.nodes[node_id].call_rate.count(calls)
 
     def node_ended(self, node_id: str, failure: Failure | None, can_restart: bool = True) -> None:
-        """The node's code is done. The first word counts: a process's exit after it adds nothing."""
+        """Note that the node's code has ended. Only the first report counts, not the process's exit after it."""
         with self._changing():
             news = self._lifecycles.ended(node_id, failure, can_restart)
             if failure is not None and self._lifecycles.nodes[node_id].error is failure:
@@ -240,19 +240,19 @@ class Coordinator:
             _log.warning("%s", "\n  ".join([news, *fold_traceback(failure.traceback)[-_SHOWN_LINES:]]))
 
     def node_ends_unasked(self, node_id: str) -> None:
-        """Its process had begun to end before it could be told to; how, will be known."""
+        """Note that the node began to end before it was told to; `node_ended` will say how."""
         with self._lock:
             self._lifecycles.ends_unasked(node_id)
 
     def node_down(self, node_id: str) -> None:
-        """Nothing of the node is left; or it did not end in time, and was left behind."""
+        """Note that nothing of the node is left, or that it did not end in time and was left behind."""
         with self._changing():
             self._lifecycles.gone(node_id)
 
     # What the run asks.
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
-        """State, pid, last error and restarts of every node, by label."""
+        """Return the state, pid, last error and restarts of every node, by label."""
         with self._lock:
             table: dict[str, list[dict[str, Any]]] = {}
             for group in self._lifecycles.groups.values():
@@ -260,25 +260,25 @@ class Coordinator:
             return table
 
     def states(self) -> dict[str, str]:
-        """By node_id, of every process and thread."""
+        """Return the state of every process and thread, by node_id, as a word of `status`."""
         with self._lock:
             return {node_id: record.state.word for node_id, record in self._lifecycles.nodes.items()}
 
     def note_waits(self, waiting: Mapping[str, str]) -> None:
-        """What nodes have waited for longer than the program's limit, by node_id; for `status`."""
+        """Set, for `status`, what each node has waited for longer than the program's limit, by node_id."""
         with self._lock:
             for node_id, record in self._lifecycles.nodes.items():
                 record.waiting = waiting.get(node_id)
 
     def nodes_up(self) -> list[str]:
-        """Names of the nodes of which something is left."""
+        """Return the names of the nodes of which something is left."""
         with self._lock:
             return [
                 name for name, group in self._lifecycles.groups.items() if not all(part.is_down for part in group.parts)
             ]
 
     def main_part(self, name: str) -> str:
-        """The node_id of what a node of the program is to be asked by: the part that failed, or its first."""
+        """Return the node_id of a node's part that failed first, or else of its first part."""
         with self._lock:
             first = self._lifecycles.first_failure.first
             if first is not None and first[0].name == name:
@@ -286,28 +286,28 @@ class Coordinator:
             return self._lifecycles.groups[name].spec.node_id
 
     def is_running(self, node_id: str) -> bool:
-        """Whether the node's code has not ended."""
+        """Return whether the node's code has not ended."""
         with self._lock:
             return self._lifecycles.nodes[node_id].state.is_alive
 
     def is_gone(self, node_id: str) -> bool:
-        """Whether nothing is left of it, also when it will start again."""
+        """Return whether nothing is left of the node, also when it will start again."""
         with self._lock:
             return self._lifecycles.nodes[node_id].state.is_gone
 
     def must_end(self, node_id: str) -> bool:
-        """Whether the node was told to end, alone or with the whole program."""
+        """Return whether the node was told to end, alone or with the whole program."""
         with self._lock:
             node = self._lifecycles.nodes[node_id]
             return (self._lifecycles.stop_requested or node.is_told_to_end) and not node.ends_unasked
 
     def still_ending(self, node_ids: Iterable[str]) -> list[str]:
-        """Those that were told to end and are not gone."""
+        """Return which of the nodes were told to end and are not gone."""
         with self._lock:
             return [node_id for node_id in node_ids if self._lifecycles.nodes[node_id].is_told_to_end]
 
     def wait_for_end(self, node_ids: Sequence[str], patience_s: float | None = None) -> bool:
-        """Wait until those that were told to end are gone; False when the patience (or, in a hurry, none) is spent."""
+        """Wait until the nodes that were told to end are gone; False after the patience, and at once in a hurry."""
         with self._changed:
             nodes = [self._lifecycles.nodes[node_id] for node_id in node_ids]
             is_impatient = patience_s is not None
@@ -321,9 +321,10 @@ class Coordinator:
             return all_ended()
 
     def next_order(self) -> Order | None:
-        """Wait until something is to be done: a node that is due to be started again counts as starting from now on.
+        """Wait until something is to be done, and return it. Nodes that are to be started again count as starting.
 
-        None once the program must stop (somebody asked, or a node failed) or all nodes are down: take them all down.
+        Returns None once the program must stop (a stop was requested, or a node failed) or all nodes are down; then
+        all nodes are to be taken down.
         """
         with self._changing():
             while self._lifecycles.must_go_on:
@@ -339,33 +340,33 @@ class Coordinator:
         return None
 
     def finish(self) -> None:
-        """The program is over: nobody will be found any more."""
+        """Note that the program is over, and give up all waits for its servers."""
         with self._changing():
             self._lifecycles.first_failure.settle(is_final=True)
             self._is_over = True
             self._settling.settle(self._directory.give_all_up(f"program {self.plan.program!r} has ended"))
 
     def why_gone(self) -> dict[str, str]:
-        """For every address, by its id: why nobody listens there any more."""
+        """Return for every address why no server listens there any more."""
         lifecycles, owners = self._lifecycles, self.plan.owners
         with self._lock:
             return {address: lifecycles.why_gone(lifecycles.nodes[owner]) for address, owner in owners.items()}
 
     def failure(self) -> NodeError | None:
-        """The first failure, as `wait()` raises it."""
+        """Return the first failure, as `wait()` raises it."""
         return next(iter(self.failures()), None)
 
     def settled_failure(self, dying: Mapping[str, int]) -> NodeError | None:
-        """As `failure`; while there is nothing but an echo, wait for its cause.
+        """Return the first failure, but wait for its cause while there is only a consequence of another one.
 
-        dying: pids by node_id, of processes whose ends are still to be told; wait for these, too.
+        dying: pids by node_id of processes whose ends are not reported yet; wait for these, too.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._lifecycles.are_settled(dying), 2 * ECHO_PATIENCE_S)
         return self.failure()
 
     def failures(self) -> list[NodeError]:
-        """The first one and all that came after it."""
+        """Return the first failure and all that came after it."""
         with self._lock:
             return self._lifecycles.first_failure.errors()
 

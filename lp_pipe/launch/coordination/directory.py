@@ -1,4 +1,4 @@
-"""Where the servers of a program listen, and who waits for them."""
+"""The endpoints of a program's servers, and the futures that wait for them."""
 
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -27,15 +27,15 @@ class Directory:
             self._endpoints.pop(address, None)
 
     def find(self, address: str) -> str | None:
-        """None: nobody listens there now."""
+        """Return the endpoint, or None if no server listens there now."""
         return self._endpoints.get(address)
 
     def wait(self, address: str, future: "Future[str]") -> None:
-        """To be settled by `register`, or by giving up."""
+        """Let `register`, or giving up, settle the future."""
         self._waiting.setdefault(address, []).append(future)
 
     def give_up(self, addresses: Iterable[str], reason: str) -> list[Settlement]:
-        """Nobody will listen there any more."""
+        """Return settlements for the futures that wait for these addresses in vain."""
         waiting = [future for address in addresses for future in self._waiting.pop(address, [])]
         return [Settlement(future, Unavailable(reason)) for future in waiting]
 

@@ -1,4 +1,4 @@
-"""Which failure was the first: the cause, and not its echo in the nodes that called the dead one."""
+"""The choice of a program's first failure: the cause, not its consequence in nodes that called the dead one."""
 
 import time
 
@@ -12,7 +12,7 @@ ECHO_PATIENCE_S = 2.0
 
 
 class FirstFailure:
-    """Judges failures as they come in. Not thread-safe: the coordinator holds its lock."""
+    """Chooses the first among the failures that are reported. Not thread-safe: the coordinator holds its lock."""
 
     def __init__(self) -> None:
         self.first: tuple[NodeSpec, Failure] | None = None
@@ -21,11 +21,11 @@ class FirstFailure:
 
     @property
     def due_at(self) -> float | None:
-        """When `settle` has something to decide (time.monotonic)."""
+        """The time (of time.monotonic) at which `settle` has something to decide, or None."""
         return self._echo[0] if self._echo is not None and self.first is None else None
 
     def errors(self) -> list[NodeError]:
-        """The first failure, as `wait()` raises it, and the later ones; empty while there is no first one."""
+        """Return the first failure, as `wait()` raises it, and the later ones; empty while there is no first one."""
         failed = [self.first, *self.later] if self.first is not None else []
         return [
             NodeError(spec.label, spec.index, failure.type_name, failure.message, failure.traceback)
@@ -33,7 +33,7 @@ class FirstFailure:
         ]
 
     def judge(self, spec: NodeSpec, failure: Failure, is_stopping: bool) -> bool:
-        """Take a failure in; True when it is the first, and the program must stop."""
+        """Take a failure in; return whether it is the first, for which the program must stop."""
         if self.first is not None or is_stopping:
             self.later.append((spec, failure))
         elif not failure.is_unavailable:
@@ -47,7 +47,7 @@ class FirstFailure:
         return False
 
     def settle(self, is_final: bool = False) -> bool:
-        """Believe an echo whose cause did not show up in time; True when it has become the first failure."""
+        """Take a consequence whose cause did not show up in time as the first failure; return whether that happened."""
         if self._echo is None or self.first is not None:
             return False
         when, spec, failure = self._echo

@@ -1,4 +1,4 @@
-"""One node of a program as its users see it, with all processes and threads that are parts of it."""
+"""A node of the program as its user sees it, with all processes and threads that are parts of it."""
 
 import time
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.supervision.lifecycle import Backoff, NodeState
 from lp_pipe.launch.supervision.messages import Failure
 
-# What one row says of several parts: the first of these states that any of them is in.
+# The state of a row with several parts: the first of these that any of them is in.
 _STATES = ("failed", "running", "starting", "restarting", "stopped", "finished")
 
 
 @dataclass
 class NodeGroup:
-    """Usually of one part; the processes of a MultiProcessingColocation start again together.
+    """The parts of one node. There is usually one; the processes of a MultiProcessingColocation start again together.
 
     restarts: of the whole, by the policy of its group; those of single parts (their retries) come on top.
     is_restarting: its parts end, to be started again when all are gone.
@@ -39,11 +39,11 @@ class NodeGroup:
         return policy == "restart" and self.restarts < self.spec.max_restarts
 
     def is_vital(self, record: NodeRecord) -> bool:
-        """Whether a failure of this part ends the program: nothing starts it again, or goes on without it."""
+        """Return whether a failure of this part ends the program, because it is neither restarted nor ignored."""
         return not (record.retries_left or self.may_restart(self.spec.on_failure) or self.spec.on_failure == "ignore")
 
     def news_of(self, record: NodeRecord, failure: Failure, can_restart: bool) -> str:
-        """Note that a part has failed, and what becomes of it; returns what the log should say of that."""
+        """Note that a part has failed, decide whether it restarts, and return what the log should say of that."""
         news = f"node {record.spec.node_id} failed: {failure.summary}"
         policy = self.policy_for(failure)
         if can_restart and record.retries_left and not (failure.is_hang and policy == "stop"):
@@ -64,7 +64,7 @@ class NodeGroup:
         return ""
 
     def due_with(self, record: NodeRecord) -> tuple[list[NodeRecord], float]:
-        """What is to be started again now that nothing is left of `record`, and in how many seconds."""
+        """Return the parts that are to be started now that nothing is left of `record`, and in how many seconds."""
         if not self.is_restarting:
             return [record], record.backoff.wait_s
         if not all(part.state.is_gone for part in self.parts):
@@ -76,7 +76,7 @@ class NodeGroup:
         return self.parts, self.backoff.wait_s
 
     def row(self) -> dict[str, Any]:
-        """Its entry in `Run.status()`."""
+        """Return the node's entry in `Run.status()`."""
         words = [part.state.word for part in self.parts]
         state = "restarting" if self.is_restarting else next(known for known in _STATES if known in words)
         running = [part for part in self.parts if part.state is NodeState.RUNNING]

@@ -1,4 +1,4 @@
-"""What becomes of a program's processes and threads when they end, by the policies of their groups."""
+"""The decisions about nodes that end (restart, stop, ignore), by the policies of their groups."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,17 +13,17 @@ from lp_pipe.launch.supervision.messages import Failure
 
 
 class Order(NamedTuple):
-    """What is to be done: `is_restart`: start these nodes again; else take them down."""
+    """An order to the supervising thread: start these nodes again (`is_restart`), or take them down."""
 
     is_restart: bool
     node_ids: list[str]
 
 
 class NodeLifecycles:
-    """Not thread-safe: the coordinator holds its lock.
+    """The states of all nodes, and what is to be done about them. Not thread-safe: the coordinator holds its lock.
 
     nodes: by node_id; groups: what the program calls its nodes, by label/index.
-    withdraw(record): its code has ended, or nothing of it is left: its servers are gone.
+    withdraw(record): called when the code of a node has ended, or nothing of it is left: its servers are gone.
     """
 
     def __init__(self, specs: Iterable[NodeSpec], withdraw: Callable[[NodeRecord], None]) -> None:
@@ -39,15 +39,15 @@ class NodeLifecycles:
 
     @property
     def must_go_on(self) -> bool:
-        """Whether nobody has asked for the stop, and a node is up or will be."""
+        """Whether no stop was requested, and a node is up or will be."""
         return not (self.stop_requested or all(record.is_down for record in self.nodes.values()))
 
     def inner_nodes(self, colocation: str) -> list[NodeRecord]:
-        """Those of a MultiProcessingColocation, by its inner_id."""
+        """Return the inner nodes of a MultiProcessingColocation, by its inner_id."""
         return [record for node_id, record in self.nodes.items() if node_id.startswith(f"{colocation}.")]
 
     def why_gone(self, record: NodeRecord) -> str:
-        """For those who would call it: what it says itself, and which failure has stopped it, or was echoed by it."""
+        """Return why calls to the node fail: its own reason, and the first failure if that is behind it."""
         if self.first_failure.first is None:
             return record.why_gone
         spec, failure = self.first_failure.first
@@ -60,12 +60,12 @@ class NodeLifecycles:
         return record.why_gone
 
     def ends_unasked(self, node_id: str) -> None:
-        """It has begun to end, which others may notice, and stop the program for, before it has said how."""
+        """Note that a node has begun to end; others may notice, and stop the program, before it reports how."""
         record = self.nodes[node_id]
         record.ends_unasked = record.state.is_alive and self.groups[record.spec.name].is_vital(record)
 
     def are_settled(self, dying: Mapping[str, int]) -> bool:
-        """Whether it is known what has ended these processes (pids by node_id), and which failure was the first."""
+        """Return whether it is known how these processes (pids by node_id) ended, and which failure was the first."""
         ends = [node for node_id, pid in dying.items() if (node := self.nodes[node_id]).pid == pid]
         ends += [node for node in self.nodes.values() if node.ends_unasked]
         return self.first_failure.due_at is None and not any(node.state.is_alive for node in ends)
@@ -77,7 +77,7 @@ class NodeLifecycles:
             record.become(NodeState.RUNNING)
 
     def ended(self, node_id: str, failure: Failure | None, can_restart: bool) -> str:
-        """The node's code is done; what the log should say of it. The first word counts."""
+        """Note the end of a node's code; return what the log should say of it. Only the first report counts."""
         record = self.nodes[node_id]
         if not record.state.is_alive and (can_restart or not record.state.will_restart):
             return ""
@@ -86,7 +86,7 @@ class NodeLifecycles:
         return news
 
     def gone(self, node_id: str) -> None:
-        """Nothing of the node is left; what was killed before its code ended has not failed."""
+        """Note that nothing of the node is left. One that was killed before its code ended has not failed."""
         record = self.nodes[node_id]
         group = self.groups[record.spec.name]
         if record.state.is_gone:
@@ -102,13 +102,13 @@ class NodeLifecycles:
         self._restart_at.update({part.spec.node_id: time.monotonic() + wait_s for part in due})
 
     def end_inner_nodes(self, colocation: str) -> None:
-        """Have the inner nodes of a MultiProcessingColocation taken down for good."""
+        """Order that the inner nodes of a MultiProcessingColocation are taken down for good."""
         inner = self.inner_nodes(colocation)
         if not self.groups[inner[0].spec.name].is_restarting:  # else they end already, and must start again
             self._end(inner)
 
     def end_all(self) -> None:
-        """Have everything taken down for good: nothing starts any more."""
+        """Order that everything is taken down for good, and that nothing starts any more."""
         self._restart_at.clear()
         for group in self.groups.values():
             group.is_restarting = False
@@ -118,7 +118,7 @@ class NodeLifecycles:
                     self._put_down(part)
 
     def next_order(self) -> Order | None:
-        """What is to be done right now: what starts again is starting from now on."""
+        """Return what is to be done now, or None. Nodes that are to be started again count as starting."""
         if self._to_take_down:
             node_ids, self._to_take_down = self._to_take_down, []
             return Order(False, node_ids)
@@ -130,7 +130,7 @@ class NodeLifecycles:
         return Order(True, [due])
 
     def until_next_decision(self) -> float | None:
-        """In how many seconds there is something to decide that nobody has to tell."""
+        """Return in how many seconds a restart or a decision is due; None: not before the next report."""
         times = [
             *self._restart_at.values(),
             *([self.first_failure.due_at] if self.first_failure.due_at is not None else []),
@@ -138,7 +138,7 @@ class NodeLifecycles:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _conclude(self, record: NodeRecord, failure: Failure | None, can_restart: bool) -> str:
-        """The state after the end of a node's code, by its group's policy; what the log should say of it."""
+        """Set the state after the end of a node's code, by its group's policy; return what the log should say of it."""
         group = self.groups[record.spec.name]
         if failure is not None and self._is_of_the_stop(record, failure):
             failure = None
@@ -154,11 +154,11 @@ class NodeLifecycles:
         return ""
 
     def _is_of_the_stop(self, record: NodeRecord, failure: Failure) -> bool:
-        """Whether its neighbours' ordered end has ended it, and no failure has."""
+        """Return whether the ordered end of its neighbours has ended the node, and not a failure of its own."""
         return failure.is_plain_echo and self.first_failure.first is None and self._is_after_the_stop(record)
 
     def _is_after_the_stop(self, record: NodeRecord) -> bool:
-        """Whether the program's stop was asked for before this one's code began to end."""
+        """Return whether the program's stop was requested before the node's code began to end."""
         return self.stop_requested and not record.ends_unasked
 
     def _fail(self, group: NodeGroup, record: NodeRecord, failure: Failure, may_restart: bool) -> str:
@@ -180,7 +180,7 @@ class NodeLifecycles:
         return news
 
     def _restart_with(self, others: list[NodeRecord]) -> None:
-        """The other parts of a failed node: those that have ended stay down, the rest ends, until all can start."""
+        """End the other parts of a failed node; those that have ended stay down until all can start."""
         self._end([part for part in others if not part.state.is_gone])
         for part in others:
             self._restart_at.pop(part.spec.node_id, None)
@@ -188,7 +188,7 @@ class NodeLifecycles:
                 part.become(NodeState.RESTARTING)
 
     def _end(self, parts: Iterable[NodeRecord]) -> None:
-        """Have these taken down, for good or until their node restarts as a whole."""
+        """Order that these are taken down, for good or until their node restarts as a whole."""
         for part in parts:
             if part.state.is_gone:
                 self._restart_at.pop(part.spec.node_id, None)

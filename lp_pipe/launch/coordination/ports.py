@@ -1,4 +1,4 @@
-"""Ports for servers that users bind themselves: reserved before the server exists, by address."""
+"""Ports for servers that users bind themselves, reserved by address before the server exists."""
 
 import threading
 

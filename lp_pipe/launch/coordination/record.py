@@ -1,4 +1,4 @@
-"""What the coordinator knows of one process or thread of a node."""
+"""The record of one process or thread of a node."""
 
 import time
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from lp_pipe.launch.supervision.messages import Failure
 
 @dataclass
 class NodeRecord:
-    """What the coordinator knows of one process or thread of a node, over all its restarts.
+    """The coordinator's record of one process or thread of a node, over all its restarts.
 
     error: the last failure, also of a node that runs again.
     restarts: how often it was started again on its own; retries_left: how often it still may be.

@@ -23,9 +23,9 @@ class Settlement(NamedTuple):
 
 
 class SettlingLock:
-    """Of a state for whose changes threads wait, and futures for what it comes to.
+    """The lock of a state for whose changes threads wait, and on whose changes futures depend.
 
-    settled_by_change: called after each change, with the lock held: futures that it has settled by itself.
+    settled_by_change: called after each change, with the lock held; returns the futures that the change settles.
     """
 
     def __init__(self, settled_by_change: Callable[[], Iterable[Settlement]]) -> None:
@@ -35,12 +35,12 @@ class SettlingLock:
         self._settled: list[Settlement] = []
 
     def settle(self, settlements: Iterable[Settlement]) -> None:
-        """Inside of `changing`: these are to be carried out after it."""
+        """Have these carried out after the `changing` block that calls this."""
         self._settled += settlements
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Hold the lock for a change, then wake who waits for one; futures are settled when it is free again."""
+        """Hold the lock for a change, wake the threads that wait for one, and settle futures once the lock is free."""
         settled: list[Settlement] = []
         try:
             with self.changed:

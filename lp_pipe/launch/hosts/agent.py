@@ -1,4 +1,4 @@
-"""The agent of one host: does there what process mode does on the launcher's, for a launcher elsewhere."""
+"""The agent of one host: runs nodes there, as process mode does on the launcher's host."""
 
 import contextlib
 import logging
@@ -42,7 +42,7 @@ _TRY_AGAIN_S = 0.3
 
 
 class End(NamedTuple):
-    """Why an agent has ended; is_orderly: because the launcher said so, when nothing of its nodes was left."""
+    """The reason for which an agent has ended. is_orderly: the launcher ended it when nothing of its nodes was left."""
 
     reason: str
     is_orderly: bool
@@ -72,7 +72,7 @@ def run_agent(
 
 
 class Agent:
-    """What one host has of a run: the nodes that it was given, for as long as the launcher is there.
+    """The part of a run that is on one host: its nodes run for as long as the launcher is there.
 
     scheme: of the endpoints at which its nodes serve other hosts.
     tree: where the sources are laid out that the launcher has sent; "": nowhere.
@@ -96,7 +96,7 @@ class Agent:
         self._is_over = threading.Event()
 
     def serve(self) -> End:
-        """Until the launcher says goodbye, or is gone: then the nodes end because this process does."""
+        """Serve until the launcher closes the link, or is gone; then the nodes end because this process does."""
         versions, hardware = handshake.Versions.here(), this_host()
         joining = handshake.Joining(self.name, self.address, os.getpid(), versions, hardware)
         self._connection.start(self._on_frame, self._on_close)
@@ -167,7 +167,7 @@ class Agent:
 
 
 class _Calls:
-    """What a launcher may ask of its agent, over the link; all of it returns at once."""
+    """The methods that a launcher may call over the link; all return at once."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -242,7 +242,7 @@ class _Calls:
 def _connect(
     scheme: str, addresses: Sequence[str], credentials: Credentials, patience_s: float
 ) -> tuple[Connection, str]:
-    """To the first that answers: of several addresses of the launcher's host not all may be reachable from here."""
+    """Connect to the first address that answers: this host may not reach all addresses of the launcher's."""
     carrier = tcp_carriers.carrier_of(scheme)
     deadline = time.monotonic() + patience_s
     errors: dict[str, str] = {}
@@ -271,7 +271,7 @@ def _usable(run_dir: Path) -> Path:
 
 
 def _in_thread(name: str, work: Callable[[], Any]) -> "Future[Any]":
-    """What takes its time must not keep the link waiting."""
+    """Run the work in a thread of its own, so that the link does not wait for it."""
     done: Future[Any] = Future()
     threading.Thread(target=settle, args=(done, work), name=name, daemon=True).start()
     return done

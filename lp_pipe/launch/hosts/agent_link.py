@@ -1,4 +1,4 @@
-"""What the launcher and an agent say to each other: calls, both ways, over the one connection that they have."""
+"""Calls between the launcher and an agent, both ways, over the one connection that they have."""
 
 import contextlib
 import functools
@@ -14,12 +14,12 @@ from lp_pipe.rpc import codec
 
 _log = logging.getLogger(__name__)
 
-ALIVE = "alive"  # told by both sides every second: that it came is all there is to know
+ALIVE = "alive"  # told by both sides every second, to show that they live
 _ERRORS: dict[str, type[Exception]] = {"Unavailable": Unavailable, "RuntimeError": RuntimeError}
 
 
 class AgentLink:
-    """Both sides make one of the (authenticated) connection, once they know that they are of the same version.
+    """One end of the authenticated connection of a launcher and an agent of the same version.
 
     `target`'s public methods are what the other side may call, one after another, in the connection's thread: they
     must not block. One that returns a Future answers once that is done.
@@ -32,20 +32,20 @@ class AgentLink:
 
     @property
     def closed_reason(self) -> str | None:
-        """None while the connection is there."""
+        """The reason for which the connection was closed; None while it is open."""
         return self._pending.closed_reason
 
     def serve(self, target: object) -> None:
-        """From now on the other side is answered; called before anything can arrive."""
+        """Let the other side call the methods of `target`; called before anything can arrive."""
         self._target = target
 
     def tell(self, method: str, *args: Any) -> None:
-        """Call a method there, without an answer; nothing happens when the other side is gone."""
+        """Call a method of the other side without an answer; nothing happens when that is gone."""
         with contextlib.suppress(Unavailable):
             self._send(0, method, args)
 
     def ask(self, method: str, *args: Any) -> "Future[Any]":
-        """The answer of a method there; Unavailable when the other side goes away before it answers."""
+        """Call a method of the other side; return a future of its answer, Unavailable if that goes away before."""
         number, answer = self._pending.add()
         if not answer.done():
             try:
@@ -55,7 +55,7 @@ class AgentLink:
         return answer
 
     def on_frame(self, frame: Frame) -> None:
-        """In the connection's thread: a call of the other side, or an answer of theirs."""
+        """Handle a call or an answer of the other side, in the connection's thread."""
         if frame.kind == frames.SUPERVISION:
             self._on_call(frame)
         elif frame.kind == frames.RESULT:
@@ -65,11 +65,11 @@ class AgentLink:
             self._pending.settle(frame.id, _ERRORS.get(kind, LaunchError)(text))
 
     def on_close(self, reason: str) -> None:
-        """Everybody who waits for an answer hears of it."""
+        """Settle all questions with Unavailable."""
         self._pending.close(reason)
 
     def close(self, reason: str) -> None:
-        """End the connection, whose other end gets the reason."""
+        """Close the connection; the other end gets the reason."""
         self._connection.close(reason)
 
     def _on_call(self, frame: Frame) -> None:
@@ -105,7 +105,7 @@ class AgentLink:
 
 
 def _ignore(result: Any, error: BaseException | None) -> None:
-    """Nobody asked for an answer."""
+    """Drop the answer: the caller did not ask for one."""
 
 
 def _pass_on(done: "Future[Any]", answer: Callable[[Any, BaseException | None], None]) -> None:

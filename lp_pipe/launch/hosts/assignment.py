@@ -1,4 +1,4 @@
-"""What an agent is given to run: the nodes of its host, and what they find around them."""
+"""The part of a program that an agent is given to run: the nodes of its host, and their surroundings."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ class Assignment:
 
 
 def without_code(nodes: Iterable[NodeSpec]) -> tuple[NodeSpec, ...]:
-    """What an agent needs to know of nodes: they themselves are only ever unpickled in their own processes."""
+    """Return the specs without the nodes themselves, which are only unpickled in their own processes."""
     return tuple(dataclasses.replace(spec, node=PyNode(_elsewhere)) for spec in nodes)
 
 

@@ -1,4 +1,4 @@
-"""What it means for the edges of a program on which hosts its nodes are."""
+"""The check that no channel that stays on one host connects nodes on two hosts."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,7 +8,7 @@ from lp_pipe.program import Edge
 
 
 def host_of(name: str, places: Mapping[str, HostPlacement]) -> str:
-    """Of a node of the program, by `label/index`; all its processes are on one host."""
+    """Return the host of a node, given as `label/index`; all its processes are on one host."""
     return next((found.host for node_id, found in places.items() if node_id.partition(".")[0] == name), "")
 
 

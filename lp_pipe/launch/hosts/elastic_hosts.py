@@ -1,4 +1,4 @@
-"""The hosts of an elastic run: they come and go, and outlive the programs that run on them."""
+"""The hosts of an elastic run, which come and go and outlive the programs that run on them."""
 
 import contextlib
 import logging
@@ -50,14 +50,14 @@ class ElasticHosts(HostJoin):
             thread.start()
 
     def up(self) -> dict[str, RemoteAgent]:
-        """The hosts that have joined and are not lost; those of the engine first."""
+        """Return the hosts that have joined and are not lost; those of the engine first."""
         with self._changed:
             return {name: self._agents[name] for name in self._offers if name in self._agents}
 
     def wait_for(self, least: int, is_first: bool, is_stopping: threading.Event) -> dict[str, RemoteAgent]:
-        """Until so many are up, and nothing can be left of the nodes of others that are lost.
+        """Wait until so many hosts are up, and nothing can be left of the nodes of lost ones.
 
-        At first until all have joined that may. Returns at once, with less, when it is stopping.
+        The first wait is until all have joined that may. Returns at once, with fewer hosts, when the run is stopping.
 
         Raises:
             LaunchError: there were not so many in time.
@@ -81,7 +81,7 @@ class ElasticHosts(HostJoin):
         return self.up()
 
     def release(self, patience_s: float) -> None:
-        """The program has ended: its hosts wait for the next one."""
+        """Keep the hosts of a program that has ended for the next one."""
         with self._changed:
             self._on_lost = None
 
@@ -110,7 +110,7 @@ class ElasticHosts(HostJoin):
             self._watched = [self._again(one) for one in self._watched]
 
     def _again(self, watched: StartedAgent) -> StartedAgent:
-        """What stands for the same host now."""
+        """Return the agent that stands for the same host now, started again if it has ended."""
         if len(watched.hosts) > 1 or watched.hosts[0] in self.up():
             return watched
         name = watched.hosts[0]

@@ -1,4 +1,4 @@
-"""What the agents of a run may ask of its launcher."""
+"""The methods of a launcher that its agents may call."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -12,7 +12,7 @@ from lp_pipe.telemetry.terminal_lines import Unfinished
 
 
 class PortsElsewhere:
-    """Ports are of the host of the node that will listen there, so its agent is asked."""
+    """The ports of other hosts: the agent of the host that has the node of the address reserves them."""
 
     def __init__(self, plan: LaunchPlan, agents: Mapping[str, RemoteAgent], host_of: Callable[[str], str]) -> None:
         self._plan = plan
@@ -25,7 +25,7 @@ class PortsElsewhere:
 
 
 class FromAgent:
-    """What an agent may call over its link: the coordinator, and the logs that take its nodes' lines."""
+    """The methods that one agent may call over its link: of the coordinator, and for its nodes' output."""
 
     def __init__(self, coordinator: Coordinator, logs: ReceivedLogs, link: AgentLink) -> None:
         self.tell = coordinator.tell

@@ -1,4 +1,4 @@
-"""What an agent and its launcher tell each other first, in JSON: nothing is unpickled before the versions are alike."""
+"""The first messages of an agent and its launcher, in JSON: nothing is unpickled before the versions are alike."""
 
 import importlib.metadata
 import json
@@ -44,7 +44,7 @@ class Joining:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """What `to_bytes` gave.
+        """Return the message that `to_bytes` gave.
 
         Raises:
             LaunchError: it is of another protocol.
@@ -68,7 +68,7 @@ class Joining:
                 **fields,
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise LaunchError(f"an agent's first words make no sense: {error!r}") from error
+            raise LaunchError(f"the first message of an agent cannot be read: {error!r}") from error
 
 
 def check_versions(host: str, theirs: Versions, ours: Versions, needs_torch: bool) -> None:

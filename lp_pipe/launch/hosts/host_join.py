@@ -1,4 +1,4 @@
-"""Have an engine start the agents of a run, and wait until all have joined."""
+"""The start of a run's agents by its engine, and the wait until all have joined."""
 
 import logging
 import socket
@@ -44,7 +44,7 @@ class Patience:
 
 
 class RemoteAgent:
-    """The launcher's end of one agent, from its first words on."""
+    """The launcher's end of one agent, from its first message on."""
 
     joining: Joining
     is_silent = False  # it was given up, and does not know
@@ -62,7 +62,7 @@ class RemoteAgent:
         return self.joining.host
 
     def start(self) -> None:
-        """Listen to the agent, whose first words it waits for; a silence counts from now on."""
+        """Listen for the agent's first message; a silence counts from now on."""
         self._watch.listening()
         self._connection.start(self._on_frame, self._on_close)
 
@@ -82,7 +82,7 @@ class RemoteAgent:
             self._connection.close(str(error))
 
     def welcome(self) -> None:
-        """Whatever is sent from now on comes after these words."""
+        """Accept the agent: everything that is sent from now on comes after this message."""
         self.has_joined = True
         self._connection.send(Frame(frames.SUPERVISION, name=handshake.WELCOME))
 
@@ -98,7 +98,9 @@ class RemoteAgent:
 
 
 class HostJoin:
-    """on_lost(agent, why): one that had joined is gone; called in its connection's thread.
+    """The hosts of a run, from the start of their agents to their end.
+
+    on_lost(agent, why): called in the connection's thread when an agent that had joined is gone.
 
     listen: the address or name by which the hosts reach the launcher, "NAME" or "NAME@BIND"; "": found out.
     interface, transport: see Invitation.
@@ -153,7 +155,7 @@ class HostJoin:
         return {name: self._agents[name] for name in self._offers}
 
     def tell_of_losses(self, on_lost: OnLost) -> None:
-        """From now on; of those that were lost before, now."""
+        """Call on_lost for each lost host: now for those that were lost before."""
         with self._changed:
             self._on_lost = on_lost
             early, self._early_losses = self._early_losses, []
@@ -179,7 +181,7 @@ class HostJoin:
     # Called in connections' threads.
 
     def join(self, agent: RemoteAgent) -> None:
-        """Take it, or raise LaunchError."""
+        """Accept the agent, or raise LaunchError."""
         joining = agent.joining
         handshake.check_versions(joining.host, joining.versions, Versions.here(), self._needs_torch)
         with self._changed:
@@ -192,13 +194,13 @@ class HostJoin:
             self._changed.notify_all()
 
     def refused(self, why: str) -> None:
-        """Somebody has called who must not join: for the error, if hosts are missing."""
+        """Keep the reason for which a caller was refused, for the error if hosts are missing."""
         with self._changed:
             self._refusals.append(why)
             self._changed.notify_all()
 
     def lost(self, agent: RemoteAgent, reason: str) -> None:
-        """The connection of one that had joined has ended."""
+        """Report the loss of an agent that had joined and whose connection has ended."""
         if self._is_over.is_set():
             return
         self._lost.add(agent.name)
@@ -242,7 +244,7 @@ class HostJoin:
         RemoteAgent(connection, self, self.patience.silence_s).start()
 
     def _where(self) -> tuple[str, list[str]]:
-        """What to bind, and the names by which agents may try to reach it."""
+        """Return the address to bind, and the names by which agents may try to reach it."""
         if self._listen:
             return f"{self._listen}:0", [self._listen.partition("@")[0]]
         if self._engine.is_local:
@@ -280,7 +282,7 @@ class HostJoin:
         return f"host {name!r} is lost: {reason}{ended}"
 
     def _be_alive(self) -> None:
-        """One after the other, over the second: hundreds of threads that all wake at once are in each other's way."""
+        """Tell the agents one after the other, over a second: hundreds of threads that wake at once are slow."""
         while not self._is_over.is_set():
             agents = list(self._agents.values())
             for agent in agents:

@@ -1,4 +1,4 @@
-"""Why hosts have not joined, in words: first those that said why, then the silent ones in one line."""
+"""The error that says why hosts have not joined: first the hosts with a reason, then the silent ones in one line."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,10 @@ def hosts_not_joined(
     waited_s: float,
     log_dir: str,
 ) -> str:
-    """An error's text. watched: of all hosts. waited_s: since they were started. log_dir: has all that they print."""
+    """Return the error's text.
+
+    watched: of all hosts. waited_s: since they were started. log_dir: has all that they print.
+    """
     theirs = [one for one in watched if not set(one.hosts).isdisjoint(missing)]
     told = [one for one in theirs if one.how_it_ended() or one.last_lines()]
     told.sort(key=lambda one: one.how_it_ended() is None)  # an end says more than words on the way

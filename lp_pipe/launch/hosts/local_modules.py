@@ -1,4 +1,4 @@
-"""Which loaded modules are the user's own: other hosts have no copy of them, so what they define travels by value."""
+"""The user's own modules, of which other hosts have no copy: what they define travels by value."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ _lock = threading.Lock()
 
 
 def local_modules(synced: str = "") -> list[ModuleType]:
-    """Those that lie neither in the standard library nor among installed packages, nor in a folder that was synced."""
+    """Return the modules outside the standard library, the installed packages and the folder that was synced."""
     folders = [*sysconfig.get_paths().values(), *([synced] if synced else [])]
     installed = {os.path.realpath(path) + os.sep for path in folders}
     return [
@@ -36,7 +36,7 @@ def ship_local_modules(synced: str = "") -> list[ModuleType]:
 
 
 def stop_shipping(modules: list[ModuleType]) -> None:
-    """One run less: what no other one ships travels by name again."""
+    """End the shipping for one run: modules that no other run ships travel by name again."""
     with _lock:
         _users.subtract(module.__name__ for module in modules)
         codec.ship_by_name([module for module in modules if not _users[module.__name__]])

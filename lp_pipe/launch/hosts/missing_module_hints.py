@@ -1,4 +1,4 @@
-"""What a node did not find on its host, and this one has: then it is known what to do."""
+"""Hints for a node that did not find a module or file on its host, if the launcher's host has it."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""By which addresses hosts may be reached."""
+"""The addresses by which hosts may be reached."""
 
 import contextlib
 import fcntl
@@ -78,7 +78,7 @@ def _own(name: str, interfaces: Sequence[str]) -> str:
 
 
 def _ipv6_addresses(interface: str) -> list[str]:
-    """Those that are not of the link only; a line of the table: address, index, prefix, scope, flags, interface."""
+    """Return the addresses that are not link-local; a line has address, index, prefix, scope, flags, interface."""
     try:
         lines = _IPV6_TABLE.read_text().splitlines()
     except OSError:  # no Linux, or no IPv6

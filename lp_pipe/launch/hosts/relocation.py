@@ -1,4 +1,4 @@
-"""Where the nodes of a run are, and what becomes of those of a host that is lost: they start again on another one.
+"""The hosts of a run's nodes, and the move of the nodes of a lost host to another one.
 
     host lost ── failure "HostLost" ── wait until nothing of the nodes can be left there ── "down" ── restart elsewhere
 
@@ -28,12 +28,12 @@ _OVER = ("finished", "failed", "stopped")
 
 
 def orphan_s(nodes: Iterable[NodeSpec], is_elastic: bool) -> float:
-    """What nodes have to end when their agent is dead: little where others wait for it, to take their place."""
+    """Return the seconds that nodes have to end when their agent is dead; few where other hosts take their place."""
     return _ORPHAN_S if is_elastic or any(spec.may_start_again for spec in nodes) else ORPHAN_S
 
 
 def fence_s(is_silent: bool) -> float:
-    """After which time nothing can be left of the nodes of a host that is lost.
+    """Return the seconds after which nothing can be left of the nodes of a lost host.
 
     is_silent: it may be alive, and only cut off; else its connection has ended, with its agent.
     """
@@ -71,12 +71,12 @@ class Relocation:
         return self._places[node_id].host
 
     def is_fenced(self, node_id: str) -> bool:
-        """Whether it must not be started: it will be due once more."""
+        """Return whether the node must not be started now; it will be due once more."""
         with self._lock:
             return node_id in self._fenced
 
     def take_new(self, node_id: str) -> bool:
-        """Whether the agent of its host has to be told first what the node is; it is told now."""
+        """Return, once for each move, whether the agent of the node's host does not know the node yet."""
         with self._lock:
             is_new = node_id in self._new
             self._new.discard(node_id)
@@ -106,13 +106,13 @@ class Relocation:
             _log.warning("what ran on host %r starts again in %g s: %s", host, fence_s(is_silent), where)
 
     def give_up(self, node_ids: Iterable[str]) -> None:
-        """These are to end, not to start again: nobody needs to wait for what may be left of them."""
+        """Give up the restarts of these nodes, and the waits for what may be left of them."""
         with self._lock:
             fenced = self._fenced.keys() & node_ids
         self._down(fenced)
 
     def close(self) -> None:
-        """No fence opens any more: the run is over."""
+        """End all waits for lost hosts, because the run is over."""
         for timer in self._timers:
             timer.cancel()
             timer.join()

@@ -1,4 +1,4 @@
-"""Whether hosts see the run's folder, or have one of their own in its place."""
+"""The check whether hosts see the run's folder, or have one of their own in its place."""
 
 import logging
 import tempfile

@@ -37,7 +37,7 @@ class TreeFile:
 
 @dataclass(frozen=True)
 class SourceTree:
-    """What a folder held when it was looked at. root: on the launcher's host.
+    """The contents of a folder when it was read. root: on the launcher's host.
 
     copy: where its files stay as they were, for hosts that come later; "": nowhere but in `root`.
     """
@@ -73,7 +73,7 @@ class SourceTree:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def files_with(self, digests: Iterable[str]) -> list[TreeFile]:
-        """One for each of these contents, of which the tree may have several."""
+        """Return one file for each of these contents, which several files of the tree may have."""
         wanted = set(digests)
         return list({file.digest: file for file in self.files if file.digest in wanted}.values())
 
@@ -92,7 +92,7 @@ class SourceTree:
 
 
 def batches(files: Iterable[TreeFile]) -> Iterator[Sequence[TreeFile]]:
-    """So many at a time as should be in memory."""
+    """Split files into batches that fit in memory."""
     batch: list[TreeFile] = []
     for file in files:
         if batch and sum(other.size for other in batch) + file.size > _BATCH_BYTES:
@@ -149,7 +149,7 @@ def _described(root: str, path: str) -> TreeFile:
 
 
 def _paths(root: str) -> Iterator[str]:
-    """Of the files below `root`, relative to it."""
+    """Return the paths of the files below `root`, relative to it."""
     known = _known_to_git(root)
     for path in _walked(root) if known is None else known:
         full = os.path.join(root, path)
@@ -160,7 +160,7 @@ def _paths(root: str) -> Iterator[str]:
 
 
 def _known_to_git(root: str) -> list[str] | None:
-    """None where there is no git, or no repository of it."""
+    """Return git's list of files; None without git, or outside a repository."""
     if shutil.which("git") is None:
         return None
     command = ["git", "-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

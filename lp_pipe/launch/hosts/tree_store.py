@@ -26,7 +26,7 @@ class TreeStore:
         self._folder = folder or cache_folder() / "sync"
 
     def missing_contents(self, tree: SourceTree) -> list[str]:
-        """Digests of the contents that are not here."""
+        """Return the digests of the contents that are not here."""
         return sorted({file.digest for file in tree.files if self._content(file.digest) is None})
 
     def take(self, contents: Sequence[bytes]) -> None:
@@ -42,7 +42,7 @@ class TreeStore:
             raise LaunchError(f"cannot keep sources below {self._folder}: {error}") from error
 
     def kept(self, tree: SourceTree) -> SourceTree:
-        """The same, with a copy on this host, so that later changes to the folder change no running program.
+        """Return the tree with a copy on this host, so that later changes to the folder change no running program.
 
         Raises:
             LaunchError: as `take`; a file has changed meanwhile.
@@ -52,7 +52,7 @@ class TreeStore:
         return dataclasses.replace(tree, copy=self.lay_out(tree))
 
     def lay_out(self, tree: SourceTree) -> str:
-        """The folder that holds the tree; its files can be read only, so that programs do not change them by accident.
+        """Write the tree's folder and return it; its files are read-only, against changes by accident.
 
         Raises:
             LaunchError: it cannot be written, or the tree would reach out of its folder.
@@ -100,7 +100,7 @@ class TreeStore:
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """As a whole or not at all."""
+    """Write the file as a whole or not at all."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
     try:

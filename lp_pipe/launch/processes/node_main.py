@@ -1,4 +1,4 @@
-"""The life of a node's process: report in, become the node, run it, report its end."""
+"""The main function of a node's process: connect to the launcher, become the node, run it, report its end."""
 
 import contextlib
 import dataclasses
@@ -126,7 +126,7 @@ class Supervision(MessageServices):
         return super().resolve(address) if self._owner.is_here else no_endpoint()
 
     def find(self, address: str) -> "Future[str]":
-        """As `resolve`, but Unavailable at once if no server is registered there."""
+        """Return a future of the endpoint; Unavailable at once if no server is registered there."""
         return self._ask(messages.Find(address))
 
     def watch_state(self, addresses: Sequence[str]) -> "Future[str]":

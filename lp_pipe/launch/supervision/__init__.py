@@ -1,1 +1,1 @@
-"""What the launcher, the agents and the nodes of a run tell each other, and the states that nodes pass through."""
+"""The messages between the launcher, the agents and the nodes of a run, and the states of a node."""

@@ -25,7 +25,7 @@ class Question(Generic[R]):
 
 @dataclass(frozen=True)
 class Failure:
-    """How a node failed.
+    """The failure of a node.
 
     is_unavailable: the error may only be the consequence of another node's end.
     is_plain_echo: the error is that consequence itself, and was not raised by code that dealt with it, such as a save
@@ -45,7 +45,7 @@ class Failure:
         return f"{self.type_name}: {self.message}"
 
 
-# From a node's code, about itself or an address, by its id.
+# Of a node's code, about itself or an address, by its id.
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class WatchState(Question[str]):
 
 @dataclass(frozen=True)
 class HasLostState(Question[bool]):
-    """Whether the server that is about to listen at the address was restarted without the state it had."""
+    """Asks whether the server that is about to listen at the address was restarted without the state it had."""
 
     address: str
 
@@ -146,7 +146,7 @@ class LogEvent(Notice):
 
 @dataclass(frozen=True)
 class CallsTaken(Notice):
-    """How many calls the node's servers have taken since it started."""
+    """The number of calls that the node's servers have taken since it started."""
 
     calls: int
 
@@ -164,14 +164,14 @@ class CodeEnded(Notice):
 
 @dataclass(frozen=True)
 class Waits(Notice):
-    """What the process's threads do; an answer to `Look`."""
+    """The activities of the process's threads; an answer to `Look`."""
 
     view: View
 
 
 @dataclass(frozen=True)
 class LastHits(Notice):
-    """How often a test's fault has struck in a process that is about to end."""
+    """The number of times that a test's fault has struck in a process that is about to end."""
 
     rule: str
     hits: int
@@ -200,7 +200,7 @@ class Gone(Notice):
 
 @dataclass(frozen=True)
 class HostMembership:
-    """What a node needs to reach other hosts (connections/run_endpoints.py)."""
+    """The identity with which a node reaches other hosts (connections/run_endpoints.py)."""
 
     run: str
     host: str
@@ -211,7 +211,7 @@ class HostMembership:
 
 @dataclass(frozen=True)
 class StartNode(Notice):
-    """What a node's process needs before it imports anything of the user's.
+    """The node that a process is to be, and all that it needs before it imports anything of the user's.
 
     main: attributes of the launcher's __main__ that describe its script: __file__, __package__, __doc__.
     state: what the script has set for its process.

@@ -1,4 +1,4 @@
-"""What a coordinator does for nodes and their hosts: the messages that it takes, and services made of them."""
+"""The coordinator's interface for nodes and their hosts: it takes messages, which services for nodes send."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future

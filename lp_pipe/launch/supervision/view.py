@@ -1,4 +1,4 @@
-"""What the threads of one process of a program do, as the launcher sees it."""
+"""The activities of one process of a program, as the launcher sees them."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from lp_pipe.telemetry.waits import Activity, PoolStatus
 
 
 class View(NamedTuple):
-    """What one process waits for and serves, as it reported last.
+    """The waits and servers of one process, as it reported them last.
 
     activities: thread by thread, the outermost of each first.
     positions: where its stage workers are in their schedules, in words.

@@ -53,5 +53,5 @@ def test_another_protocol_is_refused_before_anything_else_is_read() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x05pickle", b"[]", b'{"host": "h1"}', b'{"versions": 3}'])
 def test_what_is_no_handshake_is_an_error_in_words(data: bytes) -> None:
-    with pytest.raises(lp.LaunchError, match="first words make no sense"):
+    with pytest.raises(lp.LaunchError, match="first message of an agent"):
         Joining.from_bytes(data)

@@ -117,7 +117,7 @@ SURROGATE = os.fsdecode(b"/data/\xff")  # a path that is no UTF-8
             **{"sys_path": (SURROGATE, "\udcff"), "argv": ("-c",), "main": {}, "env": {"A": SURROGATE}, "threads": 1},
             **{"cpus": (), "devices": (), "grace_s": 5.0, "state": b"\x00", "membership": None},
         ),
-        messages.Waits(messages.View([], [messages.Pool("unix:x", 4, 1, ("quick",))], ["stages/1: forward"])),
+        messages.Waits(messages.View([], [messages.PoolStatus("unix:x", 4, 1, ("quick",))], ["stages/1: forward"])),
     ],
 )
 def test_messages_come_back_equal(message: Any) -> None:
