@@ -89,7 +89,7 @@ class ControlPoint:
         """Begin the events and write the graph; called before the host starts, whose nodes have events, too."""
         self._events.write("start", program=self._program.name, mode=self._mode, pid=os.getpid())
         self._coordinator.keep_events(self._events)
-        with contextlib.suppress(OSError):  # for people who look at the run later: no reason to end it
+        with contextlib.suppress(OSError):  # the graph only documents the run: no reason to end it
             write_atomically(self._folder.graph, GraphView.of(self._program, self._mode).to_json())
 
     def open(self) -> None:

@@ -254,7 +254,7 @@ class ElasticRun:
                 self._begin(is_first=False)
                 if self._is_stopping.is_set():  # it may not have heard
                     self._run.request_stop()
-        except (Exception, SystemExit) as error:  # of the user's function, or no room: it belongs to who waits
+        except (Exception, SystemExit) as error:  # of the user's function, or no room: `wait` raises it
             self._error = error
         finally:
             self._hosts.close(_CLOSE_PATIENCE_S)

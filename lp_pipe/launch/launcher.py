@@ -114,7 +114,7 @@ def launch(
         goes on in any case.
     setup: called without arguments in every process of the program, before anything of its node is loaded, and again
         where a node is restarted; in thread mode once, here. Its exception is the failure of that node.
-    engine, hosts, engine_options (multi_host, like all below): who starts an agent on each host, "local", "ssh",
+    engine, hosts, engine_options (multi_host, like all below): what starts an agent on each host, "local", "ssh",
         "manual", "slurm" (inside an allocation), "ray", "kubernetes" or one that a package adds; which hosts, as
         "h1,h2:gpus=4", a list of such, or a file (local, slurm, ray: or how many); and its own options.
     listen: the address (or "NAME@ADDRESS") by which the hosts reach this one; default: found out.

@@ -5,7 +5,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -20,7 +20,6 @@ from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.hosts.agent_link import AgentLink
 from lp_pipe.launch.hosts.assignment import Assignment, without_code
-from lp_pipe.launch.hosts.from_agent import FromAgent, PortsElsewhere
 from lp_pipe.launch.hosts.host_join import RemoteAgent
 from lp_pipe.launch.hosts.joined_hosts import JoinedHosts, MultiHostOptions, join_hosts
 from lp_pipe.launch.hosts.local_modules import ship_local_modules, stop_shipping
@@ -36,6 +35,7 @@ from lp_pipe.launch.supervision.view import View
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.log_files import LogFiles
 from lp_pipe.telemetry.metrics import MetricsLog
+from lp_pipe.telemetry.terminal_lines import Unfinished
 
 _START_PATIENCE_S = 60.0
 _STACKS_PATIENCE_S = 5.0
@@ -60,7 +60,7 @@ def make_host(plan: LaunchPlan, metrics: MetricsLog, options: MultiHostOptions) 
         stop_shipping(shipped)
         raise
     run = uuid.uuid4().hex
-    ports = PortsElsewhere(plan, joined.agents, lambda node_id: host.where(node_id))
+    ports = _PortsElsewhere(plan, joined.agents, lambda node_id: host.where(node_id))
     coordinator = Coordinator(plan, lambda address: run_endpoints.name_of(run, address), metrics, ports.ask)
     silence_s = joined.host_join.patience.silence_s
     run_endpoints.join(run_endpoints.RunMember(run, "the launcher", credentials, coordinator.find, silence_s=silence_s))
@@ -103,7 +103,7 @@ class MultiHost(Host):
     def start(self) -> None:
         agents, nodes = self._up(), self._nodes_by_host()  # hosts may be lost meanwhile
         for agent in agents.values():
-            agent.link.serve(FromAgent(self._coordinator, self._logs, agent.link))
+            agent.link.serve(_CallsOfAgent(self._coordinator, self._logs, agent.link))
         for name in agents:
             self._coordinator.note_event("membership", host=name, change="joined")
         self._joined.host_join.tell_of_losses(self._on_lost)
@@ -263,6 +263,37 @@ class MultiHost(Host):
     def _note_views(self, name: str, done: "Future[list[View]]") -> None:
         with self._lock, contextlib.suppress(Exception):  # lost, or not started yet
             self._views[name] = time.monotonic(), done.result()
+
+
+class _PortsElsewhere:
+    """The ports of other hosts: the agent of the host that has the node of the address reserves them."""
+
+    def __init__(self, plan: LaunchPlan, agents: Mapping[str, RemoteAgent], host_of: Callable[[str], str]) -> None:
+        self._plan = plan
+        self._agents = agents
+        self._host_of = host_of
+
+    def ask(self, address: str) -> "Future[str]":
+        host = self._host_of(self._plan.owner_of(address))
+        return self._agents[host].link.ask("reserve", address)
+
+
+class _CallsOfAgent:
+    """The methods that one agent may call over its link: of the coordinator, and for its nodes' output."""
+
+    def __init__(self, coordinator: Coordinator, logs: ReceivedLogs, link: AgentLink) -> None:
+        self.tell = coordinator.tell
+        self.ask = coordinator.ask
+        self.find_all = coordinator.find_all
+        self.calls = coordinator.calls_of_nodes
+        self._logs = logs
+        self._link = link
+
+    def log(self, node_id: str, is_stderr: bool, text: bytes) -> None:
+        self._logs.put(self._link, node_id, is_stderr, text)
+
+    def unfinished(self, node_id: str, is_stderr: bool, text: bytes, is_settled: bool) -> None:
+        self._logs.put(self._link, node_id, is_stderr, Unfinished(text, is_settled))
 
 
 def _zero_if_gone(answer: "Future[int]") -> "Future[int]":

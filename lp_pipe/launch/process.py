@@ -65,7 +65,7 @@ def make_host(plan: LaunchPlan, metrics: MetricsLog) -> tuple[Host, Coordinator]
 
 
 class ProcessHost(Host):
-    """The agent of this host: starts the processes, and ties their streams to the coordinator.
+    """A host of processes: starts them, and connects their streams to the coordinator.
 
     surroundings: of the nodes; None: this process's as they are now, whatever it does later. log_output: what takes
         their lines; None: files in the run's folder, and this process's streams. membership: in a run on several hosts.
@@ -96,7 +96,7 @@ class ProcessHost(Host):
         self._preload = preload
         self._orphan_s = orphan_s
         self._streams: dict[str, NodeStream] = {}
-        self._pids: dict[str, int] = {}  # by node_id: of processes whose ends nobody was told of
+        self._pids: dict[str, int] = {}  # by node_id: of processes whose ends were not reported
         self._told_to_stop: set[str] = set()  # by node_id: of the current processes
         self._faults = InjectedFaults()
         standard_streams.open_closed()  # before what is opened here takes their numbers
@@ -111,7 +111,7 @@ class ProcessHost(Host):
         try:
             check_descriptors(len(self._specs))
             self._logs.start()
-            self.socket_dir = make_socket_dir()  # not before there is somebody whom a Ctrl+C lets remove it
+            self.socket_dir = make_socket_dir()  # from here on a Ctrl+C removes it
             self._listener = connections.listen(f"unix:{self.socket_dir}/coordinator", self._accept)
             self._exits.start()
             told = self._on_start, self._on_exit, self._on_template_lost
@@ -175,7 +175,9 @@ class ProcessHost(Host):
 
     def stacks(self) -> str:
         asked = [(node_id, stream.ask_stacks()) for node_id, stream in list(self._streams.items())]
-        due = time.monotonic() + _STACKS_PATIENCE_S  # for all: several may be stopped, and who asks waits 5 s
+        due = (
+            time.monotonic() + _STACKS_PATIENCE_S
+        )  # for all: several may be stopped, and a launcher waits 5 s for its agents
         return "\n".join(f"node {name}\n{_answer_of(answer, due)}" for name, answer in asked if answer is not None)
 
     def dying(self) -> Mapping[str, int]:
@@ -254,7 +256,7 @@ class ProcessHost(Host):
         spec = self._specs[node_id]
         self._streams[node_id] = stream
         self._faults.begin(stream)
-        if self._coordinator.must_end(node_id):  # said first, so that none of its code runs any more
+        if self._coordinator.must_end(node_id):  # sent first, so that none of its code runs any more
             self._told_to_stop.add(node_id)
             stream.send(messages.Stop())
         stream.send(
@@ -292,13 +294,13 @@ class ProcessHost(Host):
             self._exits.put(functools.partial(self._process_ended, node_id, how, can_restart=False))
 
     def _process_ended(self, node_id: str, how: str, deadline: float, can_restart: bool = True) -> None:
-        # What the node said last is still in its stream; a forked grandchild may hold that open, so not for ever.
+        # The node's last messages are still in its stream. The wait has a limit: a forked grandchild may hold it open.
         stream = self._streams.pop(node_id, None)
         if stream is not None and not stream.closed.wait(max(0.0, deadline - time.monotonic())):
             stream.connection.close("the process has ended")
         if stream is not None:
             self._faults.end(stream)
-        for address in self._specs[node_id].addresses:  # or callers would wait for the grandchild to accept
+        for address in self._specs[node_id].addresses:  # else callers would wait for the grandchild to accept
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self.socket_dir}/{address}")
         self._report_death(node_id, how, deadline, can_restart)

@@ -167,7 +167,7 @@ class Run:
         failed_runs.discard(self)
 
     def request_stop(self, hurry: bool = False) -> bool:
-        """Begin an ordered stop and return at once; True when nobody had before, and nodes were up.
+        """Begin an ordered stop and return at once; return whether it is the first request, and nodes were up.
 
         hurry: without the grace period.
         """

@@ -47,7 +47,7 @@ class Coordinator:
         self._metrics = metrics
         self._lifecycles = NodeLifecycles(plan.nodes, self._withdraw_all)
         self._directory = Directory()
-        self._inner_ended: list[tuple[str, Future[str]]] = []  # who waits for the inner nodes of a colocation
+        self._inner_ended: list[tuple[str, Future[str]]] = []  # by colocation: what waits for its inner nodes
         self._reserve_port = reserve_port or Ports().reserve
         self._takers = self._table()
         self._settling = SettlingLock(self._inner_settled)
@@ -165,7 +165,7 @@ class Coordinator:
         """Return for each address its endpoint or error. The lock is taken once: hundreds of agents ask at a time."""
         with self._lock:
             outcomes = [(address, self._resolved(address)) for address in addresses]
-        return [outcome or Unavailable(f"nobody listens yet at {address}") for address, outcome in outcomes]
+        return [outcome or Unavailable(f"no server listens yet at {address}") for address, outcome in outcomes]
 
     def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
         """Note that servers of these addresses hold checkpointed state; done once the node of one is to restart."""

@@ -62,7 +62,7 @@ def run_agent(
     transport: see Invitation.
 
     Raises:
-        LaunchError: nobody could be reached within `patience_s`, or the launcher does not take this agent.
+        LaunchError: no launcher was reached within `patience_s`, or the launcher does not take this agent.
     """
     scheme = tcp_carriers.scheme_of(transport)
     connection, launcher = _connect(scheme, addresses, credentials, patience_s)

@@ -151,7 +151,7 @@ class HostJoin:
             threading.Thread(target=self._be_alive, name="launcher is alive", daemon=True).start()
             self._wait()
         finally:
-            listener.close()  # nobody joins any more
+            listener.close()  # no agent joins any more
         return {name: self._agents[name] for name in self._offers}
 
     def tell_of_losses(self, on_lost: OnLost) -> None:
@@ -273,7 +273,7 @@ class HostJoin:
 
     def _explained(self, name: str, reason: str, *, is_silent: bool) -> str:
         watched = next((one for one in self._watched if name in one.hosts), None)
-        # Of a host that is only silent nobody will say that anything has ended.
+        # No end is reported of a host that is only silent.
         news_s = watched.LAST_NEWS_S if watched is not None and not is_silent else 0.0
         deadline = time.monotonic() + news_s
         while watched is not None and (how := watched.how_it_ended()) is None and time.monotonic() < deadline:

@@ -2,7 +2,7 @@
 
     host lost ── failure "HostLost" ── wait until nothing of the nodes can be left there ── "down" ── restart elsewhere
 
-The wait is the fence: two processes must never be one node, and nobody can look at a host that is lost. Its nodes end
+The wait is the fence: two processes must never be one node, and a lost host cannot be asked. Its nodes end
 by themselves: at the death of their agent, or when that has heard nothing of the launcher for a while.
 """
 

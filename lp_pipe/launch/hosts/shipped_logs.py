@@ -32,7 +32,7 @@ class ShippedLogs:
         self._is_closed = False
 
     def write(self, node_id: str, is_stderr: bool, lines: list[bytes]) -> None:
-        """Waits while there is no credit, and so do the nodes that print; nothing is sent after `close`."""
+        """Send lines. Wait while there is no credit, as do the nodes that print; send nothing after `close`."""
         size = _size(lines)
         with self._has_room:
             self._has_room.wait_for(lambda: self._is_closed or self._on_their_way < _WINDOW_BYTES)
@@ -42,7 +42,7 @@ class ShippedLogs:
         self._link.tell("log", node_id, is_stderr, b"\n".join(lines))
 
     def show(self, node_id: str, is_stderr: bool, unfinished: Unfinished) -> None:
-        """Send it if there is credit; else it is left out and comes with its line, or in a later state."""
+        """Send an unfinished line if there is credit; else it comes with its end, or in a later state."""
         with self._has_room:
             if self._is_closed or self._on_their_way >= _WINDOW_BYTES:
                 return
@@ -50,16 +50,16 @@ class ShippedLogs:
         self._link.tell("unfinished", node_id, is_stderr, *unfinished)
 
     def logged(self, size: int) -> None:
-        """The launcher has written so many bytes."""
+        """Take back the credit for bytes that the launcher has written."""
         with self._has_room:
             self._on_their_way -= size
             self._has_room.notify_all()
 
     def flush(self) -> None:
-        """The launcher does."""
+        """Do nothing: the launcher flushes."""
 
     def close(self) -> None:
-        """Free who waits: nobody reads any more."""
+        """Free the threads that wait for credit: the lines are not read any more."""
         with self._has_room:
             self._is_closed = True
             self._has_room.notify_all()
@@ -92,7 +92,7 @@ class ReceivedLogs:
         return list(self._last.get(node_id, ()))
 
     def close(self, patience_s: float = 5.0) -> None:
-        """Write what has come; where nobody reads the launcher's output, as LogPump.close has it."""
+        """Write what has come; give up after a while if the launcher's output is not read, as LogPump.close does."""
         self._pieces.put(None)
         join_or_leave(self._thread, patience_s)
 
