@@ -54,7 +54,7 @@ class Supervision(MessageServices):
     attempt: 0 in the node's first process.
     """
 
-    def __init__(self, endpoint: str, attempt: int) -> None:
+    def __init__(self, endpoint: str, node_id: str, attempt: int) -> None:
         self._is_first = attempt == 0
         self.stop_signal = StopSignal()
         self.count_calls: Callable[[], int | None] = lambda: None
@@ -64,14 +64,7 @@ class Supervision(MessageServices):
         self._connection = connections.connect(endpoint, idle_timeout_s=LAUNCHER_PATIENCE_S)
         self._peer = Peer(self._connection, self._on_message)
         self._connection.start(self._on_frame, self._on_close)
-
-    def send(self, notice: Notice) -> None:
-        """Send a message to the launcher.
-
-        Raises:
-            Unavailable: the launcher is gone.
-        """
-        self._peer.tell(notice)
+        self._tell(messages.Hello(node_id, os.getpid(), attempt))
 
     def use_places_of(self, start: messages.StartNode) -> None:
         """Find servers by the folder, or the membership, that the start names."""
@@ -220,8 +213,7 @@ def main(node_id: str, endpoint: str, attempt: int, is_forked: bool = False) -> 
     """Run one node in this process; returns the exit status. attempt: how often the node was restarted before."""
     kept = frozenset(sys.modules) - {main_module.MAIN} if is_forked else None
     faulthandler.enable(2, all_threads=False)  # a crash in C code leaves the Python stack in the node's output
-    supervision = Supervision(endpoint, attempt)
-    supervision.send(messages.Hello(node_id, os.getpid(), attempt))
+    supervision = Supervision(endpoint, node_id, attempt)
     start, loaded = supervision.started.result()
     try:
         failure = _run(start, loaded, supervision)
