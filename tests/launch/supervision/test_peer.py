@@ -15,6 +15,8 @@ from lp_pipe.connections import Connection
 from lp_pipe.launch.supervision import messages
 from lp_pipe.launch.supervision.messages import HasLostState, Hear, LogEvent, RequestStop, Resolve
 from lp_pipe.launch.supervision.peer import Peer, PendingAnswers
+from lp_pipe.launch.supervision.view import View
+from lp_pipe.telemetry.waits import PoolStatus
 from tests.waiting import until
 
 WITHIN_S = 10.0
@@ -113,11 +115,24 @@ SURROGATE = os.fsdecode(b"/data/\xff")  # a path that is no UTF-8
         messages.CodeEnded(messages.Failure("ValueError", "asked to", "Traceback …", is_plain_echo=True)),
         messages.LogMetrics({"loss": float("inf"), "accuracy": 0.5}, None),
         messages.StartNode(
-            **{"label": "a", "index": 0, "group_size": 1, "run_dir": SURROGATE, "socket_dir": "", "cwd": SURROGATE},
-            **{"sys_path": (SURROGATE, "\udcff"), "argv": ("-c",), "main": {}, "env": {"A": SURROGATE}, "threads": 1},
-            **{"cpus": (), "devices": (), "grace_s": 5.0, "state": b"\x00", "membership": None},
+            label="a",
+            index=0,
+            group_size=1,
+            run_dir=SURROGATE,
+            socket_dir="",
+            cwd=SURROGATE,
+            sys_path=(SURROGATE, "\udcff"),
+            argv=("-c",),
+            main={},
+            env={"A": SURROGATE},
+            threads=1,
+            cpus=(),
+            devices=(),
+            grace_s=5.0,
+            state=b"\x00",
+            membership=None,
         ),
-        messages.Waits(messages.View([], [messages.PoolStatus("unix:x", 4, 1, ("quick",))], ["stages/1: forward"])),
+        messages.Waits(View([], [PoolStatus("unix:x", 4, 1, ("quick",))], ["stages/1: forward"])),
     ],
 )
 def test_messages_come_back_equal(message: Any) -> None:
