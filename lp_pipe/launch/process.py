@@ -28,7 +28,7 @@ from lp_pipe.launch.processes import standard_streams
 from lp_pipe.launch.processes.compute_threads import thread_environment
 from lp_pipe.launch.processes.exits import KILLED, ExitQueue
 from lp_pipe.launch.processes.injected_faults import InjectedFaults
-from lp_pipe.launch.processes.node_stream import NodeStream
+from lp_pipe.launch.processes.node_link import NodeLink
 from lp_pipe.launch.processes.process_tree import is_dying, state_of
 from lp_pipe.launch.processes.socket_dir import make_socket_dir
 from lp_pipe.launch.processes.template import MARK, LauncherPings, Template, check_descriptors
@@ -95,7 +95,7 @@ class ProcessHost(Host):
         self._membership = membership
         self._preload = preload
         self._orphan_s = orphan_s
-        self._streams: dict[str, NodeStream] = {}
+        self._streams: dict[str, NodeLink] = {}
         self._pids: dict[str, int] = {}  # by node_id: of processes whose ends were not reported
         self._told_to_stop: set[str] = set()  # by node_id: of the current processes
         self._faults = InjectedFaults()
@@ -244,10 +244,10 @@ class ProcessHost(Host):
         return list(dict.fromkeys([*filter(None, own), *self._surroundings.sys_path]))
 
     def _accept(self, connection: Connection) -> None:
-        stream = NodeStream(connection, self._coordinator, self._on_hello)
+        stream = NodeLink(connection, self._coordinator, self._on_hello)
         stream.start()
 
-    def _on_hello(self, stream: NodeStream, hello: messages.Hello) -> None:
+    def _on_hello(self, stream: NodeLink, hello: messages.Hello) -> None:
         """Send a process that has connected what its node is."""
         node_id = hello.node_id
         if hello.attempt != self._attempts[node_id]:  # the word of a process that has died since

@@ -18,7 +18,7 @@ import lp_pipe as lp
 from lp_pipe.launch.plan.launch_plan import make_plan
 from lp_pipe.launch.process import ProcessHost, make_host
 from lp_pipe.launch.processes import template
-from lp_pipe.launch.processes.node_stream import NodeStream
+from lp_pipe.launch.processes.node_link import NodeLink
 from lp_pipe.launch.supervision import messages
 from lp_pipe.telemetry.metrics import MetricsLog
 
@@ -439,18 +439,18 @@ def test_a_process_that_reports_in_after_the_stop_is_told_so_before_what_it_is_t
 ) -> None:
     """It was told after it, and had run some of its code by then: a node that was just started again, for example."""
 
-    def stopped(host: ProcessHost, stream: NodeStream, hello: messages.Hello) -> None:
+    def stopped(host: ProcessHost, stream: NodeLink, hello: messages.Hello) -> None:
         host._coordinator.tell("node/0", messages.RequestStop())
         on_hello(host, stream, hello)
 
-    def noted(stream: NodeStream, notice: messages.Notice, payload: bytes | None = None) -> None:
+    def noted(stream: NodeLink, notice: messages.Notice, payload: bytes | None = None) -> None:
         said.append(type(notice).__name__)
         send(stream, notice, payload)
 
     said: list[str] = []
-    on_hello, send = ProcessHost._on_hello, NodeStream.send
+    on_hello, send = ProcessHost._on_hello, NodeLink.send
     monkeypatch.setattr(ProcessHost, "_on_hello", stopped)
-    monkeypatch.setattr(NodeStream, "send", noted)
+    monkeypatch.setattr(NodeLink, "send", noted)
     program = lp.Program("late")
     program.add_node(lp.PyNode((tmp_path / "has run").touch), label="node")
     lp.launch(program, "process").wait(WITHIN_S)

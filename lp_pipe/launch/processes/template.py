@@ -24,7 +24,7 @@ from lp_pipe.launch.plan.surroundings import import_path
 from lp_pipe.launch.processes import standard_streams
 from lp_pipe.launch.processes.exits import how_it_died
 from lp_pipe.launch.processes.malloc_settings import malloc_environment
-from lp_pipe.launch.processes.node_stream import NodeStream
+from lp_pipe.launch.processes.node_link import NodeLink
 from lp_pipe.launch.processes.process_tree import kill_all, marked
 from lp_pipe.launch.processes.template_process import (
     LAUNCHER_PATIENCE_S,
@@ -244,7 +244,7 @@ class LauncherPings:
     streams: of the nodes, by node_id; nodes may be added later.
     """
 
-    def __init__(self, template: Template, streams: Mapping[str, NodeStream]) -> None:
+    def __init__(self, template: Template, streams: Mapping[str, NodeLink]) -> None:
         self._template = template
         self._streams = streams
         self._is_over = threading.Event()

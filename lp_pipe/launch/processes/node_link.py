@@ -18,10 +18,10 @@ from lp_pipe.protos import supervision_pb2 as wire
 
 _MENTION_BYTES = 256  # more than a short notice takes
 
-OnHello = Callable[["NodeStream", messages.Hello], None]
+OnHello = Callable[["NodeLink", messages.Hello], None]
 
 
-class NodeStream:
+class NodeLink:
     """Passes a node's messages to the coordinator, and asks its process for what the launcher wants to know.
 
     on_hello(stream, hello): called with the first message, which says which node the process is.

@@ -12,7 +12,7 @@ from lp_pipe.connections.unix import UnixConnection
 from lp_pipe.launch import process
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.process import ProcessHost
-from lp_pipe.launch.processes.node_stream import NodeStream
+from lp_pipe.launch.processes.node_link import NodeLink
 from lp_pipe.launch.supervision import messages
 
 PINGS = 2_000  # a socket holds less than 300 of them
@@ -26,7 +26,7 @@ def test_a_process_that_reads_nothing_holds_up_neither_the_pings_to_the_others_n
     # A node in C code that keeps Python's lock, or stopped in a debugger, for some minutes: the thread that sends the
     # pings waited for it, and all the other nodes took the launcher for dead.
     ours, theirs = (UnixConnection(sock, name) for sock, name in zip(socket.socketpair(), ("node", "us"), strict=True))
-    stream = NodeStream(ours, Coordinator.__new__(Coordinator), lambda stream, hello: None)
+    stream = NodeLink(ours, Coordinator.__new__(Coordinator), lambda stream, hello: None)
     stream.start()
 
     def speak() -> None:
