@@ -127,7 +127,7 @@ def test_an_elastic_training_goes_on_with_two_stages_and_then_three_to_the_same_
     run = lp.launch_elastic(lambda count: program_for(count, elastic, calls=9), "2:3", engine=engine, run_dir=elastic)
     until(lambda: run.num_hosts == 2, 60)
     engine.is_repaired.set()
-    until(lambda: len(run._standing.up()) == 3)
+    until(lambda: len(run._hosts.up()) == 3)
     (elastic / "three again").touch()
     run.wait(90)
     hosts = [line.split()[-1] for line in (elastic / "steps").read_text().splitlines()]

@@ -97,7 +97,7 @@ def test_a_lost_host_leaves_a_smaller_program_and_its_return_a_larger_one_with_t
         assert are_gone([row[1] for row in three])
         checkpoint(run, 1)
         engine.may_come_back.set()
-        until(lambda: len(run._standing.up()) == 3)
+        until(lambda: len(run._hosts.up()) == 3)
         assert everywhere(run) == two  # until there is a checkpoint that is newer than the host
         until(lambda: grown(run, 3))
         assert [row[0] for row in everywhere(run)] == [3, 3, 3]

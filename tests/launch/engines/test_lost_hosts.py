@@ -121,7 +121,7 @@ def test_an_elastic_run_goes_on_without_a_host_that_is_cut_off_and_takes_it_back
         assert not hosts.pids("h2")  # nothing of the old program was left when the new one began
         hosts.mend("h2")
         mended = time.monotonic()
-        until(lambda: len(run._standing.up()) == 3, within_s=60)
+        until(lambda: len(run._hosts.up()) == 3, within_s=60)
         print(f"it is back after {time.monotonic() - mended:.1f} s")
         step = itertools.count()
         until(lambda: (shared / "checkpoints" / f"step-{next(step):08}").mkdir(parents=True) or run.num_hosts == 3)
