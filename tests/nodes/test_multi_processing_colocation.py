@@ -385,7 +385,7 @@ def test_an_empty_one_cannot_be_launched(mode: str) -> None:
         lp.MultiProcessingColocation([lp.MultiProcessingColocation()]),
         lp.MultiThreadingColocation([lp.MultiProcessingColocation()]),
     ):
-        with pytest.raises(ValueError, match=r"both/0.* at least one"):
+        with pytest.raises(ValueError, match="both/0"):
             launched(mode, empty)
 
 
@@ -394,7 +394,7 @@ def test_only_nodes_each_only_once_and_no_negative_retries() -> None:
         lp.MultiProcessingColocation([print])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="takes nodes"):
         lp.MultiProcessingColocation().add_node(print)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="num_retries_on_failure=-1"):
+    with pytest.raises(ValueError, match=r"num_retries_on_failure .*got -1"):
         lp.MultiProcessingColocation(num_retries_on_failure=-1)
     node = lp.PyNode(print)
     colocation = lp.MultiProcessingColocation([node])
