@@ -280,7 +280,7 @@ def test_nodes_are_named_as_everywhere(launch: Launcher, faults: ModuleType) -> 
         faults.cut(run, "nobody", "counter")
     with pytest.raises(IndexError, match="group 'caller' has no node 2"):
         faults.cut(run, ("caller", 2), "counter")
-    with pytest.raises(ValueError, match="other/0.* another program"):
+    with pytest.raises(ValueError, match=r"other/0.* another program"):
         faults.cut(run, lp.Program("other").add_node(lp.CourierNode(Counter), label="other"), "counter")
     with pytest.raises(ValueError, match="never connected: they are one node"):  # "neither serves calls", it said
         faults.drop(run, "counter", "counter")
