@@ -1,4 +1,4 @@
-"""This user's folders for state and caches, also for accounts without a home folder."""
+"""The user's folders for state and caches, also for accounts without a home folder."""
 
 import contextlib
 import os

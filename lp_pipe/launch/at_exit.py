@@ -1,4 +1,4 @@
-"""At the interpreter's end, wait for running programs (in a script) or stop them (in any other process)."""
+"""Wait for running programs at the interpreter's end (in a script), or stop them (in any other process)."""
 
 import atexit
 import os

@@ -131,7 +131,7 @@ def _checked(make_program: MakeProgram) -> MakeProgram:
 
 
 class ElasticRun:
-    """One run after the other, in one folder; returned by `launch_elastic`. Use it as a context manager, like `Run`.
+    """Successive runs in one folder, as `launch_elastic` returns them. Use it as a context manager, like `Run`.
 
     has_raised_failure: whether `wait` or the end of the `with` block has raised the failure.
     """

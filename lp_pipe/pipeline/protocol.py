@@ -1,4 +1,4 @@
-"""What the conductor of a pipeline and its stage workers say to each other: typed commands, and their replies."""
+"""The typed commands from the conductor of a pipeline to its stage workers, and their replies."""
 
 import enum
 import re
@@ -82,7 +82,7 @@ class WorkerClient:
 
 
 class WorkerInfo(NamedTuple):
-    """Where a stage worker runs. stages: the virtual stages that it has."""
+    """The node and host of a stage worker. stages: the virtual stages that it has."""
 
     node: str
     host: str
@@ -90,7 +90,7 @@ class WorkerInfo(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a step returns beside its loss and metrics."""
+    """The values that a step returns beside its loss and metrics."""
 
     outputs: bool = False
     input_grad: bool = False
@@ -100,7 +100,7 @@ NOTHING_MORE = Wanted()
 
 
 class StepTask(NamedTuple):
-    """One step of training.
+    """The work of one step of training.
 
     given: the batch's input, for the first stage. target: for the last stage. None: the worker asks the feeder. The
         workers split them into micro-batches: memory that was split before it was sent would have other addresses.
@@ -119,7 +119,7 @@ class StepTask(NamedTuple):
 
 @dataclass
 class Report:
-    """What a worker reports after its share of an operation. Times are time.monotonic() of the worker's host.
+    """A worker's report after its share of an operation. Times are time.monotonic() of the worker's host.
 
     gradient_norms: by parameter name. overflowed: whether a gradient is infinite or NaN; False where none is checked.
     nonfinite: of a step that was run again to find what is not finite.
@@ -140,7 +140,7 @@ class Report:
 
 
 class UpdateProgress(enum.Enum):
-    """How far a worker has come with the last update that it was asked for."""
+    """The point that a worker has reached with the last update that it was asked for."""
 
     NOTHING_TO_DO = "has nothing to update"
     NOT_BEGUN = "has not done the update"

@@ -35,7 +35,7 @@ class SettlingLock:
         self._settled: list[Settlement] = []
 
     def settle(self, settlements: Iterable[Settlement]) -> None:
-        """Have these carried out after the `changing` block that calls this."""
+        """Carry these out after the `changing` block that calls this."""
         self._settled += settlements
 
     @contextmanager

@@ -19,7 +19,7 @@ _ERRORS: dict[str, type[Exception]] = {"Unavailable": Unavailable, "RuntimeError
 
 
 class AgentLink:
-    """One end of the authenticated connection of a launcher and an agent of the same version.
+    """The launcher's or the agent's end of the authenticated connection of a launcher and an agent of the same version.
 
     `target`'s public methods are what the other side may call, one after another, in the connection's thread: they
     must not block. One that returns a Future answers once that is done.

@@ -1,4 +1,4 @@
-"""One end of a connection that carries supervision messages: notices, questions and their answers, both ways."""
+"""Either end of a connection that carries supervision messages: notices, questions and their answers, both ways."""
 
 import functools
 import itertools

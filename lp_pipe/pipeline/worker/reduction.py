@@ -20,7 +20,7 @@ _CREDITS = 2  # shards, and sums
 
 
 class Reduction(ChannelEnds[int]):
-    """One replica's part in the sum. All replicas of the worker call `reduce` once a step."""
+    """A replica's part in the sum. All replicas of the worker call `reduce` once a step."""
 
     def __init__(self, neighbours: Neighbours) -> None:
         super().__init__(neighbours.device)  # by the other replica
