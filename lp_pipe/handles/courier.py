@@ -39,7 +39,7 @@ class CourierHandle(Handle[CourierClient]):
     def dereference(self) -> CourierClient:
         services = services_for(self._address.id)
         if services is None:
-            raise RuntimeError(f"cannot dereference the handle of {self.node_name}: launch its program first")
+            raise RuntimeError(f"cannot dereference the handle of {self.node_name}: its program is not launched")
         if is_launcher_of(self._address.id):
             with waits.waiting(waits.RESOLVE, waits.Target("", self._address.id, self.node_name)):
                 try:

@@ -97,5 +97,5 @@ def seconds(timeout: float | timedelta | None) -> float | None:
     if isinstance(timeout, str):
         raise TypeError(f"call_timeout must be a number of seconds or a timedelta, got {timeout!r}")
     if timeout is not None and timeout < 0:
-        raise ValueError(f"call_timeout must be at least 0 (None or 0: no limit), got {timeout}")
+        raise ValueError(f"call_timeout must not be negative (None or 0: no limit), got {timeout}")
     return float(timeout) if timeout and timeout <= _LONGEST_S else None

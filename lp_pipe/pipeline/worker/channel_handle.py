@@ -49,6 +49,6 @@ class ChannelHandle(Handle[ChannelTarget]):
     def dereference(self) -> ChannelTarget:
         services = services_for(self._address.id)
         if services is None:
-            raise RuntimeError(f"cannot reach the channels of {self.node_name}: launch its program first")
+            raise RuntimeError(f"cannot reach the channels of {self.node_name}: its program is not launched")
         target = waits.Target("", self._address.id, self.node_name)
         return ChannelTarget(functools.partial(services.resolve, self._address.id), target)
