@@ -15,7 +15,6 @@ from lp_pipe.rpc import codec
 _log = logging.getLogger(__name__)
 
 ALIVE = "alive"  # told by both sides every second, to show that they live
-_ERRORS: dict[str, type[Exception]] = {"Unavailable": Unavailable, "RuntimeError": RuntimeError}
 
 
 class AgentLink:
@@ -62,7 +61,7 @@ class AgentLink:
             self._pending.settle(frame.id, codec.decode(frame.body, frame.buffers))
         elif frame.kind == frames.ERROR:
             kind, text = codec.decode(frame.body, frame.buffers)
-            self._pending.settle(frame.id, _ERRORS.get(kind, LaunchError)(text))
+            self._pending.fail(frame.id, kind, text)
 
     def on_close(self, reason: str) -> None:
         """Settle all questions with Unavailable."""

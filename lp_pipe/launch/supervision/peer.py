@@ -47,6 +47,10 @@ class PendingAnswers:
         else:
             answer.set_result(outcome)
 
+    def fail(self, number: int, type_name: str, text: str) -> None:
+        """Settle a question with the error that the other end has reported by its type and text."""
+        self.settle(number, _ERRORS.get(type_name, LaunchError)(text))
+
     def close(self, reason: str) -> None:
         """Settle all questions, also those that are asked later, with Unavailable."""
         self.closed_reason = reason
@@ -91,7 +95,7 @@ class Peer:
             self._pending.settle(frame.id, messages.from_bytes(frame.body))
         elif frame.kind == frames.ERROR:
             kind, text = messages.from_bytes(frame.body)
-            self._pending.settle(frame.id, _ERRORS.get(kind, LaunchError)(text))
+            self._pending.fail(frame.id, kind, text)
 
     def on_close(self, reason: str) -> None:
         self._pending.close(reason)
