@@ -160,6 +160,7 @@ class Template:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._remove_sockets()  # first: the interpreter may be ending, and stop this thread after the next line
         atexit.unregister(self._remove_sockets)
         kill_all(marked(MARK, self._mark))
         with contextlib.suppress(OSError):
