@@ -25,7 +25,7 @@ from lp_pipe.launch.processes import standard_streams
 from lp_pipe.launch.processes.exits import how_it_died
 from lp_pipe.launch.processes.malloc_settings import malloc_environment
 from lp_pipe.launch.processes.node_link import NodeLink
-from lp_pipe.launch.processes.process_tree import kill_all, marked
+from lp_pipe.launch.processes.process_tree import is_dying, kill_all, marked
 from lp_pipe.launch.processes.template_process import (
     LAUNCHER_PATIENCE_S,
     ORPHAN_S,
@@ -169,7 +169,9 @@ class Template:
 
     def _remove_sockets(self) -> None:
         """Remove the run's private folder at this process's end, if the template cannot do that any more."""
-        if self._socket_dir and os.getpid() == self._pid and self._process.poll() is not None:
+        # `poll` alone says that the template runs as long as the other thread is inside `wait`.
+        has_ended = self._process.poll() is not None or is_dying(self._process.pid)
+        if self._socket_dir and os.getpid() == self._pid and has_ended:
             shutil.rmtree(self._socket_dir, ignore_errors=True)
 
     def _say(self, operation: str) -> None:

@@ -1,7 +1,6 @@
 """The private folder of a run's sockets is removed by the last process that uses it, or found by `lp_pipe clean`."""
 
-import os
-import signal
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,26 +12,10 @@ import pytest
 from lp_pipe.cli.main import main
 from lp_pipe.launch.processes import socket_dir
 from lp_pipe.launch.processes.socket_dir import abandoned_socket_dirs, make_socket_dir
+from tests.launch.engines.programs import SCRIPT
 from tests.waiting import until
 
 MAKE_ONE = "from lp_pipe.launch.processes.socket_dir import make_socket_dir; print(make_socket_dir())"
-ON_TWO_HOSTS = """
-import time
-import lp_pipe as lp
-
-class Echo:
-    def echo(self, value):
-        return value
-
-program = lp.Program("besieged")
-with program.group("echo"):
-    for _ in range(2):
-        program.add_node(lp.CourierNode(Echo))
-with lp.launch(program, "multi_host", engine="local", hosts="2") as run:
-    run.client("echo", 0).echo(1), run.client("echo", 1).echo(1)
-    print("ready", flush=True)
-    time.sleep(60)
-"""
 
 
 def made_by_another() -> Path:
@@ -63,13 +46,14 @@ def test_clean_removes_abandoned_folders(socket_home: Path, capsys: pytest.Captu
 def test_an_agent_whose_template_died_with_the_launcher_removes_its_folder(
     script: "Callable[[str], subprocess.Popen[str]]", socket_home: Path
 ) -> None:
-    launcher = script(ON_TWO_HOSTS)
+    launcher = script(SCRIPT.format(options={"engine": "local", "hosts": "2"}))
     assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
     family = psutil.Process(launcher.pid).children(recursive=True)
-    templates = [one for one in family if "template_process" in " ".join(one.cmdline())]
-    assert templates and len(list(socket_home.glob("lp-*"))) >= 2
-    for pid in (*(one.pid for one in templates), launcher.pid):
-        os.kill(pid, signal.SIGKILL)
+    forked = [one for one in family if "template_process" in " ".join(one.cmdline())]  # templates, and their nodes
+    assert forked and len(list(socket_home.glob("lp-*"))) >= 2
+    for process in (*forked, launcher):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a node that ended with its template
+            process.kill()
     psutil.wait_procs(family, timeout=20.0)
     until(lambda: not list(socket_home.glob("lp-*")) or _only_of(launcher.pid, socket_home), 10.0)
 
