@@ -33,7 +33,7 @@ from benchmarks.curves import svg
 from benchmarks.report import machine, show_table, write_json
 from examples import char_gpt
 from lp_pipe.checkpoint import Checkpoints
-from lp_pipe.launch.processes.process_tree import tree_of
+from lp_pipe.process_tree import tree_of
 
 _CONFIG = char_gpt.Config(stages=3, microbatches=4, batch_size=8, context=32, width=32, layers=3, heads=2, steps=1000)
 _MANY = 1 << 30

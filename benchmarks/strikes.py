@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lp_pipe.launch.processes.process_tree import marked, tree_of
+from lp_pipe.process_tree import marked, tree_of
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 MOMENTS = ("any", "write", "restart")

@@ -14,9 +14,9 @@ from lp_pipe.launch.cleanup import (
     old_runs,
     remove_socket_folder,
 )
-from lp_pipe.launch.processes.process_tree import kill_all
 from lp_pipe.launch.run_dir import usual_runs
 from lp_pipe.launch.run_records import RunRecord, dead_entries
+from lp_pipe.process_tree import kill_all
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

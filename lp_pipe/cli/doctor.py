@@ -20,7 +20,7 @@ import lp_pipe as lp
 from lp_pipe import connections
 from lp_pipe.cli.errors import DONE, UNHEALTHY
 from lp_pipe.connections.kernel_calls import has_pidfd
-from lp_pipe.launch.processes.socket_dir import fits, make_socket_dir
+from lp_pipe.connections.socket_dir import fits, make_socket_dir
 from lp_pipe.launch.run_dir import usual_runs
 from lp_pipe.launch.run_records import live_folder
 from lp_pipe.torch_version import WANTED, is_tested, is_too_old

@@ -12,10 +12,10 @@ from lp_pipe.cli.errors import NotAnswered, UsageError, nearest
 from lp_pipe.cli.table import duration, table
 from lp_pipe.errors import DeadlineExceeded, Unavailable
 from lp_pipe.launch.invocation import current_folder
-from lp_pipe.launch.processes.process_tree import owner_of, terminal_of
 from lp_pipe.launch.report import shown
 from lp_pipe.launch.run_dir import usual_runs
 from lp_pipe.launch.run_records import RunRecord, entries, record_in
+from lp_pipe.process_tree import owner_of, terminal_of
 from lp_pipe.rpc import CourierClient
 from lp_pipe.telemetry.run_folder import RunFolder
 

@@ -33,9 +33,9 @@ from lp_pipe.launch.debuggers import LocalDebuggers
 from lp_pipe.launch.invocation import invoked_by
 from lp_pipe.launch.launcher import MODES
 from lp_pipe.launch.plan import logging_state
-from lp_pipe.launch.processes.process_tree import kill_all
 from lp_pipe.launch.run_records import RunRecord
 from lp_pipe.launch.signals import Terminated
+from lp_pipe.process_tree import kill_all
 from lp_pipe.program import Program
 from lp_pipe.telemetry.run_folder import RunFolder
 

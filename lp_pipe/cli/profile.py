@@ -73,7 +73,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         raise UsageError("the following arguments are required: TARGET (or --links); see `lp_pipe profile --help`")
     program = load_program(arguments.target, program_flags)
     try:
-        from lp_pipe.pipeline.measuring.program_profile import profile_program
+        from lp_pipe.measuring.program_profile import profile_program
     except ModuleNotFoundError as error:
         raise NotLaunched(f"{error}; a profile needs torch: pip install 'lp_pipe[torch]'") from error
     try:
@@ -91,7 +91,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
 
 
 def _profile_links(arguments: argparse.Namespace) -> int:
-    from lp_pipe.pipeline.measuring.link_profile import measure_links, topology_of
+    from lp_pipe.measuring.link_profile import measure_links, topology_of
 
     if arguments.target is not None:
         raise UsageError(f"--links measures no TARGET: leave out --links or {arguments.target}")

@@ -10,7 +10,7 @@ from lp_pipe.cli.errors import UsageError
 from lp_pipe.cli.output_files import output_path, write_file
 from lp_pipe.cli.table import table
 from lp_pipe.errors import PartitionError, ScheduleError
-from lp_pipe.pipeline.measuring.profile_costs import ProfileCosts, is_profile
+from lp_pipe.measuring.profile_costs import ProfileCosts, is_profile
 from lp_pipe.pipeline.partitioning import Profile
 from lp_pipe.pipeline.schedule import (
     Compared,

@@ -14,10 +14,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from lp_pipe.launch.processes.process_tree import marked, owner_of, start_time
-from lp_pipe.launch.processes.socket_dir import PREFIX, abandoned_socket_dirs
+from lp_pipe.connections.socket_dir import PREFIX, abandoned_socket_dirs
 from lp_pipe.launch.processes.template import MARK
 from lp_pipe.launch.run_records import RunRecord, dead_entries, entries, read_record
+from lp_pipe.process_tree import marked, owner_of, start_time
 from lp_pipe.telemetry.run_folder import RunFolder
 
 KEPT_RUNS = 50

@@ -10,14 +10,14 @@ import time
 from typing import Any
 
 from lp_pipe.connections.resource_limits import describe_error
+from lp_pipe.connections.socket_dir import make_socket_dir
 from lp_pipe.graph import GraphView
 from lp_pipe.launch.cleanup import prune_entries
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.invocation import current_folder, current_invocation, git_state, versions
-from lp_pipe.launch.processes.process_tree import start_time, terminal_of
-from lp_pipe.launch.processes.socket_dir import make_socket_dir
 from lp_pipe.launch.run_records import Entry, Outcome, RunRecord, record_in
+from lp_pipe.process_tree import start_time, terminal_of
 from lp_pipe.program import Program
 from lp_pipe.rpc import Server
 from lp_pipe.telemetry.events import EventLog

@@ -15,6 +15,7 @@ from pathlib import Path
 from lp_pipe import connections
 from lp_pipe.connections import Connection
 from lp_pipe.connections.kernel_calls import new_selector
+from lp_pipe.connections.socket_dir import make_socket_dir
 from lp_pipe.context import NodeServices
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordination.coordinator import Coordinator
@@ -29,14 +30,13 @@ from lp_pipe.launch.processes.compute_threads import thread_environment
 from lp_pipe.launch.processes.exits import KILLED, ExitQueue
 from lp_pipe.launch.processes.injected_faults import InjectedFaults
 from lp_pipe.launch.processes.node_link import NodeLink
-from lp_pipe.launch.processes.process_tree import is_dying, state_of
-from lp_pipe.launch.processes.socket_dir import make_socket_dir
 from lp_pipe.launch.processes.template import MARK, LauncherPings, Template, check_descriptors
-from lp_pipe.launch.processes.template_process import ORPHAN_S
 from lp_pipe.launch.supervision import messages
+from lp_pipe.launch.supervision.lifecycle import ORPHAN_S
 from lp_pipe.launch.supervision.messages import Failure
 from lp_pipe.launch.supervision.node_api import NodeApi
 from lp_pipe.launch.supervision.view import View
+from lp_pipe.process_tree import is_dying, state_of
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry import crashes
 from lp_pipe.telemetry.log_files import LogFiles, LogOutput

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lp_pipe.connections import unix
-from lp_pipe.launch.processes.process_tree import start_time
+from lp_pipe.process_tree import start_time
 from lp_pipe.telemetry.file_writing import write_atomically
 from lp_pipe.telemetry.run_folder import RunFolder
 from lp_pipe.user_folders import make_private, state_folder

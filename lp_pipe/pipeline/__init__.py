@@ -36,21 +36,21 @@ from lp_pipe.pipeline.schedule import verify as verify
 from lp_pipe.pipeline.schedule import vertical_sync as vertical_sync
 
 if TYPE_CHECKING:
+    from lp_pipe.measuring.exactness_check import CheckReport as CheckReport
+    from lp_pipe.measuring.exactness_check import check as check
+    from lp_pipe.measuring.link_profile import measure_links as measure_links
+    from lp_pipe.measuring.link_profile import topology_of as topology_of
+    from lp_pipe.measuring.profiling import profile as profile
     from lp_pipe.pipeline.add import add_pipeline as add_pipeline
     from lp_pipe.pipeline.client import PipelineClient as PipelineClient
     from lp_pipe.pipeline.client import PipelineHandle as PipelineHandle
     from lp_pipe.pipeline.data_loader_feeder import DataLoaderFeeder as DataLoaderFeeder
-    from lp_pipe.pipeline.exactness_check import CheckReport as CheckReport
-    from lp_pipe.pipeline.exactness_check import check as check
     from lp_pipe.pipeline.layers.batch_dims import cut as cut
     from lp_pipe.pipeline.layers.batch_dims import whole as whole
     from lp_pipe.pipeline.layers.skips import Pop as Pop
     from lp_pipe.pipeline.layers.skips import Sequential as Sequential
     from lp_pipe.pipeline.layers.skips import Stash as Stash
     from lp_pipe.pipeline.layers.splitting import split as split
-    from lp_pipe.pipeline.measuring.link_profile import measure_links as measure_links
-    from lp_pipe.pipeline.measuring.link_profile import topology_of as topology_of
-    from lp_pipe.pipeline.measuring.profiling import profile as profile
     from lp_pipe.pipeline.partitioning import LayerProfile as LayerProfile
     from lp_pipe.pipeline.partitioning import Level as Level
     from lp_pipe.pipeline.partitioning import Plan as Plan
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 
 _ON_FIRST_USE = {  # these need torch or numpy
     "add_pipeline": ".add",
-    "check": ".exactness_check",
-    "CheckReport": ".exactness_check",
+    "check": "..measuring.exactness_check",
+    "CheckReport": "..measuring.exactness_check",
     "DataLoaderFeeder": ".data_loader_feeder",
     "PipelineClient": ".client",
     "PipelineHandle": ".client",
@@ -72,8 +72,8 @@ _ON_FIRST_USE = {  # these need torch or numpy
     "whole": ".layers.batch_dims",
     "layer_rng": "..training.rng",
     "step_rng": "..training.rng",
-    "measure_links": ".measuring.link_profile",
-    "topology_of": ".measuring.link_profile",
+    "measure_links": "..measuring.link_profile",
+    "topology_of": "..measuring.link_profile",
     "LayerProfile": ".partitioning",
     "Level": ".partitioning",
     "Plan": ".partitioning",
@@ -81,7 +81,7 @@ _ON_FIRST_USE = {  # these need torch or numpy
     "Profile": ".partitioning",
     "Topology": ".partitioning",
     "partition": ".partitioning",
-    "profile": ".measuring.profiling",
+    "profile": "..measuring.profiling",
     "Pop": ".layers.skips",
     "Sequential": ".layers.skips",
     "Stash": ".layers.skips",

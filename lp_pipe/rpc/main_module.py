@@ -13,12 +13,9 @@ import typing
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cloudpickle import cloudpickle
-
-if TYPE_CHECKING:
-    from multiprocessing.reduction import ForkingPickler
 
 MAIN = "__main__"
 _FACTS = ("__file__", "__package__", "__doc__")  # facts about a module that are kept where they are text
@@ -128,13 +125,19 @@ def facts() -> dict[str, str]:
     return {name: value for name in _FACTS if isinstance(value := found.get(name), str)}
 
 
-def enter_node(facts_there: Mapping[str, str]) -> None:
-    """Make this process a node's: names of the script go into its `__main__`, and its child processes get them too."""
-    from multiprocessing.reduction import ForkingPickler  # the template of nodes has loaded it already
-
+def become_main(facts_there: Mapping[str, str]) -> None:
+    """Replace this process's `__main__` by an empty module, for names of the script with these facts."""
     _make_module(MAIN).__dict__.update(facts_there)
-    ForkingPickler.reducer_override = _reduced_for_child  # type: ignore[method-assign, assignment]
-    _keep_spawned_children_from_the_script()
+
+
+def is_node() -> bool:
+    """Return whether this process has modules that hold what has travelled here."""
+    return bool(_arrived_modules)
+
+
+def has_travelled(obj: Any) -> bool:
+    """Return whether a class or function is of a module that holds only what has travelled here."""
+    return isinstance(obj, type | types.FunctionType) and obj.__module__ in _arrived_modules
 
 
 @contextlib.contextmanager
@@ -164,39 +167,6 @@ def _make_module(name: str) -> types.ModuleType:
     if name != MAIN:  # `__main__` goes by value anyway
         cloudpickle.register_pickle_by_value(module)
     return module
-
-
-def _keep_spawned_children_from_the_script() -> None:
-    """Keep children that multiprocessing spawns from running the script, which would launch the program again."""
-    from multiprocessing import spawn
-
-    if hasattr(spawn.get_preparation_data, "_lp_pipe_original"):
-        return
-    original = spawn.get_preparation_data
-
-    def get_preparation_data(name: str) -> dict[str, Any]:
-        data = original(name)
-        return {key: value for key, value in data.items() if not key.startswith("init_main_from_")}
-
-    get_preparation_data._lp_pipe_original = original  # type: ignore[attr-defined]
-    spawn.get_preparation_data = get_preparation_data
-
-
-def _reduced_for_child(pickler: "ForkingPickler", obj: Any) -> Any:
-    """Reduce objects of these modules for multiprocessing: a child that is not forked has none of the modules."""
-    if isinstance(obj, type | types.FunctionType) and obj.__module__ in _arrived_modules:
-        from lp_pipe.rpc import codec  # codec imports this module
-
-        return _arrive_in_child, (facts(), codec.dumps(obj))
-    return NotImplemented
-
-
-def _arrive_in_child(facts_there: dict[str, str], data: bytes) -> Any:
-    from lp_pipe.rpc import codec
-
-    if not _arrived_modules:
-        enter_node(facts_there)
-    return codec.loads(data)
 
 
 def _be_another_process() -> None:

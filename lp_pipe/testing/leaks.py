@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lp_pipe.launch.processes.process_tree import start_time, tree_of
 from lp_pipe.private_python import is_foreign, target_of
+from lp_pipe.process_tree import start_time, tree_of
 from lp_pipe.testing import open_files, temp_dir
 
 PATIENCE_S = 10.0

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lp_pipe.launch.processes.socket_dir import fits
+from lp_pipe.connections.socket_dir import fits
 
 _PREFIX = "lpt-"
 # Folders that libraries make once per process and use until its end: multiprocessing's, and caches of compilers.

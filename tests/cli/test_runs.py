@@ -22,8 +22,8 @@ from lp_pipe.cli import find_run as runs
 from lp_pipe.cli.errors import UsageError
 from lp_pipe.connections import Frame, frames
 from lp_pipe.launch import run_records
-from lp_pipe.launch.processes.process_tree import start_time
 from lp_pipe.launch.run_records import Entry, Outcome, RunRecord, entries
+from lp_pipe.process_tree import start_time
 from tests.cli.commands import COMMAND, PATIENCE_S, Command, Start, Started, is_alive
 from tests.connections.payloads import Mark
 from tests.waiting import until

@@ -13,8 +13,8 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.launch import cleanup
 from lp_pipe.launch.cleanup import old_runs, prune_entries
-from lp_pipe.launch.processes.process_tree import start_time
 from lp_pipe.launch.run_records import RunRecord, entries, live_folder
+from lp_pipe.process_tree import start_time
 
 DAY_S = 86400.0
 ENDED_PID = 2**22 + 1  # above the largest that Linux gives

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from lp_pipe.launch import run_records
-from lp_pipe.launch.processes.process_tree import start_time
 from lp_pipe.launch.run_records import Entry, Outcome, RunRecord, dead_entries, entries, live_folder, read_record
+from lp_pipe.process_tree import start_time
 
 
 @pytest.fixture(autouse=True)

@@ -97,7 +97,7 @@ def test_a_process_of_a_process_is_found(later: ExitStack) -> None:
 
 
 def lp_children() -> list[int]:
-    from lp_pipe.launch.processes.process_tree import tree_of
+    from lp_pipe.process_tree import tree_of
 
     return tree_of(os.getpid())
 

@@ -29,7 +29,7 @@ from lp_pipe.launch.plan.hardware import this_host
 from lp_pipe.launch.plan.placement import Placement
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.process import ProcessHost
-from lp_pipe.launch.processes.template_process import LAUNCHER_PATIENCE_S
+from lp_pipe.launch.supervision.lifecycle import LAUNCHER_PATIENCE_S
 from lp_pipe.launch.supervision.messages import HostMembership
 from lp_pipe.launch.supervision.view import View
 from lp_pipe.protos import supervision_pb2 as wire

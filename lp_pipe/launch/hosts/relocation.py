@@ -16,7 +16,7 @@ from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.plan.hardware import Hardware
 from lp_pipe.launch.plan.host_placement import HostPlacement, place_again
 from lp_pipe.launch.plan.spec import NodeSpec
-from lp_pipe.launch.processes.template_process import LAUNCHER_PATIENCE_S, ORPHAN_S
+from lp_pipe.launch.supervision.lifecycle import LAUNCHER_PATIENCE_S, ORPHAN_S
 from lp_pipe.launch.supervision.messages import Failure
 
 _log = logging.getLogger(__name__)

@@ -27,14 +27,14 @@ from lp_pipe.launch.processes.compute_threads import set_process_threads
 from lp_pipe.launch.processes.execute import failure_from, run_node, run_setup
 from lp_pipe.launch.processes.exit_work import finish_work
 from lp_pipe.launch.processes.node_stdin import NodeStdin
-from lp_pipe.launch.processes.template_process import LAUNCHER_PATIENCE_S
 from lp_pipe.launch.supervision import messages
+from lp_pipe.launch.supervision.lifecycle import LAUNCHER_PATIENCE_S
 from lp_pipe.launch.supervision.messages import Failure, Notice, Question
 from lp_pipe.launch.supervision.node_api import MessageServices
 from lp_pipe.launch.supervision.peer import Peer
 from lp_pipe.launch.supervision.view import View
 from lp_pipe.protos import supervision_pb2 as wire
-from lp_pipe.rpc import codec, main_module
+from lp_pipe.rpc import child_processes, codec, main_module
 from lp_pipe.rpc.fork_guard import ForkGuard, no_endpoint
 from lp_pipe.rpc.remote_error import printable
 from lp_pipe.telemetry import waits
@@ -249,7 +249,7 @@ def all_stacks() -> str:
 
 def _run(start: messages.StartNode, loaded: Generator[Any, None, None], supervision: Supervision) -> Failure | None:
     _set_up_process(start)
-    main_module.enter_node(start.main)
+    child_processes.enter_node(start.main)
     interpreter_state.restore(start.state)
     if os.environ.get("PYTHONFAULTHANDLER") == "0":
         faulthandler.disable()

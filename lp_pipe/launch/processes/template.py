@@ -25,15 +25,14 @@ from lp_pipe.launch.processes import standard_streams
 from lp_pipe.launch.processes.exits import how_it_died
 from lp_pipe.launch.processes.malloc_settings import malloc_environment
 from lp_pipe.launch.processes.node_link import NodeLink
-from lp_pipe.launch.processes.process_tree import is_dying, kill_all, marked
 from lp_pipe.launch.processes.template_process import (
-    LAUNCHER_PATIENCE_S,
-    ORPHAN_S,
     interpreter_flags,
     receive_message,
     send_message,
 )
+from lp_pipe.launch.supervision.lifecycle import LAUNCHER_PATIENCE_S, ORPHAN_S
 from lp_pipe.launch.supervision.messages import Ping
+from lp_pipe.process_tree import is_dying, kill_all, marked
 
 _log = logging.getLogger(__name__)
 

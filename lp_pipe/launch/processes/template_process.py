@@ -29,9 +29,10 @@ from lp_pipe import private_python
 from lp_pipe.connections.kernel_calls import has_pidfd
 from lp_pipe.connections.resource_limits import PROCESS_LIMIT_ADVICE
 from lp_pipe.connections.silence import TICKS
+from lp_pipe.connections.socket_dir import register_process
 from lp_pipe.launch.processes.malloc_settings import malloc_environment
-from lp_pipe.launch.processes.process_tree import kill_all, session_of, signal_all, tree_of
-from lp_pipe.launch.processes.socket_dir import register_process
+from lp_pipe.launch.supervision.lifecycle import LAUNCHER_PATIENCE_S
+from lp_pipe.process_tree import kill_all, session_of, signal_all, tree_of
 
 _LENGTH = struct.Struct("<I")
 
@@ -68,10 +69,6 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-# A launcher that is silent for so long counts as dead, here and on the nodes' own streams. It pings every second.
-LAUNCHER_PATIENCE_S = 8.0
-# When the launcher has died, its nodes see their streams close and stop. Those that do not are killed after so long.
-ORPHAN_S = 5.0
 _ORPHAN_TERM = 0.8  # share of that time after which they get SIGTERM
 
 

@@ -1,9 +1,13 @@
-"""The states of one process or thread of a node, which state may follow which, and how long a restart waits."""
+"""The states of one process or thread of a node, which state may follow which, and the times that they wait."""
 
 from enum import Enum
 
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 5.0
+# A launcher that is silent for so long counts as dead, for the template and for its nodes. It pings every second.
+LAUNCHER_PATIENCE_S = 8.0
+# When the launcher has died, its nodes see their streams close and stop. Those that do not are killed after so long.
+ORPHAN_S = 5.0
 
 
 class NodeState(Enum):

@@ -16,6 +16,7 @@ from lp_pipe.pipeline.schedule.looped_bfs import looped_bfs as looped_bfs
 from lp_pipe.pipeline.schedule.one_f_one_b import one_f_one_b as one_f_one_b
 from lp_pipe.pipeline.schedule.pipedream import pipedream as pipedream
 from lp_pipe.pipeline.schedule.pipedream import pipedream_2bw as pipedream_2bw
+from lp_pipe.pipeline.schedule.pipedream import vertical_sync as vertical_sync
 from lp_pipe.pipeline.schedule.registry import default_chunks as default_chunks
 from lp_pipe.pipeline.schedule.registry import make_schedule as make_schedule
 from lp_pipe.pipeline.schedule.registry import names_file as names_file
@@ -32,7 +33,6 @@ from lp_pipe.pipeline.schedule.timeline_svg import to_svg as to_svg
 from lp_pipe.pipeline.schedule.timeline_text import to_text as to_text
 from lp_pipe.pipeline.schedule.timeline_text import to_trace_events as to_trace_events
 from lp_pipe.pipeline.schedule.updates import Updates as Updates
-from lp_pipe.pipeline.schedule.updates import vertical_sync as vertical_sync
 from lp_pipe.pipeline.schedule.verify import verify as verify
 from lp_pipe.pipeline.schedule.zb_h1 import zb_h1 as zb_h1
 from lp_pipe.pipeline.schedule.zbv import zbv as zbv

@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 from lp_pipe.errors import ScheduleError
+from lp_pipe.pipeline.schedule.updates import Updates
 from lp_pipe.telemetry.file_writing import write_atomically
-
-if TYPE_CHECKING:
-    from lp_pipe.pipeline.schedule.updates import Updates
 
 Op = Literal["F", "B", "I", "W"]
 WORDS: dict[Op, str] = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
@@ -55,7 +53,7 @@ class Schedule:
 
     name: str
     workers: tuple[tuple[Action, ...], ...]
-    updates: "Updates | None" = None
+    updates: Updates | None = None
 
     def __post_init__(self) -> None:
         workers = tuple(_actions(self.name, worker, listed) for worker, listed in enumerate(self.workers))

@@ -6,13 +6,12 @@ the training on, so that numbers depend neither on timing nor on whether the pip
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import lcm
 from typing import Literal, NamedTuple
 
 from lp_pipe.errors import ScheduleError
-from lp_pipe.pipeline.schedule.ir import Action, Schedule
 
 
 class Timing(NamedTuple):
@@ -122,25 +121,3 @@ def in_flight(replicas: Sequence[int]) -> list[int]:
     wanted = [-(-total // own) * own for total, own in zip(behind, replicas, strict=True)]
     # A stage that waited for more than the one before it sends would wait for ever.
     return list(accumulate(wanted, min))
-
-
-def asynchronous(name: str, stages: int, microbatches: int, updates: Updates) -> Schedule:
-    """Return one step that begins and ends empty."""
-    workers = [
-        [Action(op, stage, j) for op, j, _, _ in turns(timing, 0, 1, microbatches) if op != "U"]
-        for stage, timing in enumerate(updates.timings([1] * stages))
-    ]
-    return Schedule(name, tuple(map(tuple, workers)), updates)
-
-
-def vertical_sync(schedule: Schedule) -> Schedule:
-    """Return the asynchronous schedule with weights of the same age on all stages for a micro-batch.
-
-    Raises:
-        ScheduleError: it is not asynchronous.
-    """
-    if schedule.updates is None:
-        raise ScheduleError(
-            f"schedule {schedule.name!r}: vertical sync is for asynchronous schedules, such as 'pipedream'"
-        )
-    return replace(schedule, updates=replace(schedule.updates, vertical_sync=True))

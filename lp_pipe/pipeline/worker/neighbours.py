@@ -13,8 +13,8 @@ from lp_pipe.channels.hub import ChannelHub
 from lp_pipe.channels.receiver import Receiver
 from lp_pipe.channels.sender import Sender
 from lp_pipe.connections import inproc, unix
+from lp_pipe.connections.socket_dir import make_socket_dir
 from lp_pipe.context import context
-from lp_pipe.launch.processes.socket_dir import make_socket_dir
 from lp_pipe.pipeline.config import Ranks
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
 from lp_pipe.training.device import CPU

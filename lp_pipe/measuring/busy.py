@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from lp_pipe.context import context, stop_event
 from lp_pipe.errors import NodeError, PipelineError, Unavailable
 from lp_pipe.launch import launch
+from lp_pipe.measuring.layer_rounds import Work
 from lp_pipe.nodes import CourierNode
-from lp_pipe.pipeline.measuring.layer_rounds import Work
 from lp_pipe.program import Program
 from lp_pipe.training.device import computing_with
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.measuring.layer_rounds import Work
+from lp_pipe.measuring.profiling import profile_layers
 from lp_pipe.nodes import Node
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.batch_dims import marked, unmarked
 from lp_pipe.pipeline.layers.microbatches import check_pair, split
-from lp_pipe.pipeline.measuring.layer_rounds import Work
-from lp_pipe.pipeline.measuring.profiling import profile_layers
 from lp_pipe.pipeline.partitioning import Profile
 from lp_pipe.program import Program
 

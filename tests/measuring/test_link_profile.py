@@ -9,8 +9,8 @@ import pytest
 
 import lp_pipe.pipeline as pp
 from lp_pipe.cli.main import main
-from lp_pipe.pipeline.measuring import link_profile
-from lp_pipe.pipeline.measuring.link_profile import HostLink
+from lp_pipe.measuring import link_profile
+from lp_pipe.measuring.link_profile import HostLink
 
 
 def test_the_slowest_link_of_each_level_decides() -> None:

@@ -10,12 +10,12 @@ import psutil
 import pytest
 
 from lp_pipe.cli.main import main
-from lp_pipe.launch.processes import socket_dir
-from lp_pipe.launch.processes.socket_dir import abandoned_socket_dirs, make_socket_dir
+from lp_pipe.connections import socket_dir
+from lp_pipe.connections.socket_dir import abandoned_socket_dirs, make_socket_dir
 from tests.launch.engines.programs import SCRIPT
 from tests.waiting import until
 
-MAKE_ONE = "from lp_pipe.launch.processes.socket_dir import make_socket_dir; print(make_socket_dir())"
+MAKE_ONE = "from lp_pipe.connections.socket_dir import make_socket_dir; print(make_socket_dir())"
 
 
 def made_by_another() -> Path:

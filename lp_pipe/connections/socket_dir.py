@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lp_pipe.launch.processes.process_tree import start_time
+from lp_pipe.process_tree import start_time
 
 PREFIX = "lp-"
 _PROCESSES = "processes"  # a file with one line for each process that will remove the folder

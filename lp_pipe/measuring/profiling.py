@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.measuring.busy import others_busy
+from lp_pipe.measuring.layer_rounds import Measured, Work
 from lp_pipe.pipeline.layers.model import Model
 from lp_pipe.pipeline.layers.model_names import layer_names
 from lp_pipe.pipeline.layers.skips import layer_sources
 from lp_pipe.pipeline.layers.tied import tied_names
-from lp_pipe.pipeline.measuring.busy import others_busy
-from lp_pipe.pipeline.measuring.layer_rounds import Measured, Work
 from lp_pipe.pipeline.partitioning import LayerProfile, Profile
 from lp_pipe.resources import Resources
 from lp_pipe.training.device import check_devices, choose_device, computing_with

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lp_pipe.measuring.layer_memory import LayerStash, PeakMeter, stash_bytes
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.layers.build import build_layers
 from lp_pipe.pipeline.layers.message import Message, tensors_of, to_message
 from lp_pipe.pipeline.layers.model import Loss
 from lp_pipe.pipeline.layers.skips import popped_by
 from lp_pipe.pipeline.layers.tied import Names, tie
-from lp_pipe.pipeline.measuring.layer_memory import LayerStash, PeakMeter, stash_bytes
 from lp_pipe.training.device import copied_on, to_device
 
 _WARMUPS = 2

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from lp_pipe.launch.processes.process_tree import is_dying, start_time, tree_of
+from lp_pipe.process_tree import is_dying, start_time, tree_of
 
 _NAMED = "import ctypes; ctypes.CDLL(None).prctl(15, b'half \\xd0', 0, 0, 0); print('named', flush=True); input()"
 

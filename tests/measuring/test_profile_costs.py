@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from lp_pipe.errors import ScheduleError
-from lp_pipe.pipeline.measuring.profile_costs import ProfileCosts, is_profile
+from lp_pipe.measuring.profile_costs import ProfileCosts, is_profile
 from lp_pipe.pipeline.partitioning import LayerProfile, Profile
 from lp_pipe.pipeline.schedule import Costs
 

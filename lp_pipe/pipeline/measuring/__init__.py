@@ -1,1 +1,0 @@
-"""Measurement of layers, and of links between hosts."""
