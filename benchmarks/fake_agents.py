@@ -13,16 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lp_pipe.connections.credentials import Credentials
 from lp_pipe.connections.tcp_endpoint import TLS
 from lp_pipe.launch.hosts import agent, handshake
-from lp_pipe.launch.hosts.assignment import Assignment
+from lp_pipe.launch.hosts.agent_messages import StartNodes
 from lp_pipe.launch.hosts.remote_coordinator import RemoteCoordinator
 from lp_pipe.launch.supervision import messages
-from lp_pipe.launch.supervision.view import View
+from lp_pipe.launch.supervision.messages import View
 
 PATIENCE_S = 300.0
 
@@ -30,7 +30,7 @@ PATIENCE_S = 300.0
 class FakeHost:
     """A replacement for an agent's ProcessHost, whose nodes run until they are told to stop."""
 
-    def __init__(self, name: str, assignment: Assignment, coordinator: RemoteCoordinator) -> None:
+    def __init__(self, name: str, assignment: StartNodes, coordinator: RemoteCoordinator) -> None:
         self.mark = ""
         self.past_hits: dict[str, int] = {}
         self.addresses = {spec.node_id: spec.addresses[0] for spec in assignment.nodes}
@@ -63,11 +63,8 @@ class FakeHost:
 
 
 class FakeAgent(agent.Agent):
-    def start(self, assignment: Assignment) -> "Future[str]":
-        return agent._in_thread("start nodes", lambda: self._start(assignment))
-
-    def _start(self, assignment: Assignment) -> str:
-        self.coordinator = RemoteCoordinator(self._link, assignment.payloads)
+    def _start(self, assignment: StartNodes) -> str:
+        self.coordinator = RemoteCoordinator(self._launcher, assignment.payloads)
         host = FakeHost(self.name, assignment, self.coordinator)
         self.host = host  # type: ignore[assignment]
         host.start()

@@ -6,9 +6,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from lp_pipe.context import NodeServices
-from lp_pipe.launch.supervision.messages import Gone, RequestStop
+from lp_pipe.launch.supervision.messages import Gone, RequestStop, View
 from lp_pipe.launch.supervision.node_api import NodeApi
-from lp_pipe.launch.supervision.view import View
 from lp_pipe.protos import supervision_pb2 as wire
 
 

@@ -15,7 +15,7 @@ from lp_pipe.launch.plan.launch_plan import LaunchPlan, serialize_nodes
 from lp_pipe.launch.plan.placement import Placement
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.process import ProcessHost
-from lp_pipe.launch.supervision.view import View
+from lp_pipe.launch.supervision.messages import View
 from lp_pipe.launch.thread import ThreadHost, common_threads
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog

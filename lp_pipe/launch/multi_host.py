@@ -1,6 +1,7 @@
 """Multi-host mode: an agent on every host does there what process mode does here; one coordinator knows all of them."""
 
 import contextlib
+import functools
 import threading
 import time
 import uuid
@@ -18,20 +19,21 @@ from lp_pipe.context import NodeServices
 from lp_pipe.errors import LaunchError, Unavailable
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host, give_up
-from lp_pipe.launch.hosts.agent_link import AgentLink
-from lp_pipe.launch.hosts.assignment import Assignment, without_code
+from lp_pipe.launch.hosts import agent_messages
+from lp_pipe.launch.hosts.agent_messages import KillNodes, StartNodes, StopNodes, TerminateNodes, without_code
+from lp_pipe.launch.hosts.host_files import send_tree, warn_of_hosts_apart
 from lp_pipe.launch.hosts.host_join import RemoteAgent
 from lp_pipe.launch.hosts.joined_hosts import JoinedHosts, MultiHostOptions, join_hosts
 from lp_pipe.launch.hosts.local_modules import ship_local_modules, stop_shipping
 from lp_pipe.launch.hosts.relocation import Relocation, orphan_s
-from lp_pipe.launch.hosts.shared_folder import warn_of_hosts_apart
 from lp_pipe.launch.hosts.shipped_logs import ReceivedLogs
-from lp_pipe.launch.hosts.source_tree import SourceTree, send_tree
+from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.plan.launch_plan import LaunchPlan, serialize_nodes
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes.template import loaded_here
-from lp_pipe.launch.supervision.view import View
+from lp_pipe.launch.supervision.messages import InjectFault, Notice, ReservePort, Stacks, View
+from lp_pipe.launch.supervision.peer import Handlers
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.log_files import LogFiles
 from lp_pipe.telemetry.metrics import MetricsLog
@@ -60,8 +62,11 @@ def make_host(plan: LaunchPlan, metrics: MetricsLog, options: MultiHostOptions) 
         stop_shipping(shipped)
         raise
     run = uuid.uuid4().hex
-    ports = _PortsElsewhere(plan, joined.agents, lambda node_id: host.where(node_id))
-    coordinator = Coordinator(plan, lambda address: run_endpoints.name_of(run, address), metrics, ports.ask)
+
+    def reserve_port(address: str) -> "Future[str]":
+        return joined.agents[host.where(plan.owner_of(address))].ask(ReservePort(address))
+
+    coordinator = Coordinator(plan, lambda address: run_endpoints.name_of(run, address), metrics, reserve_port)
     silence_s = joined.host_join.patience.silence_s
     run_endpoints.join(run_endpoints.RunMember(run, "the launcher", credentials, coordinator.find, silence_s=silence_s))
     host = MultiHost(run, plan, coordinator, payloads, joined, shipped, options.tree, surroundings)
@@ -103,15 +108,15 @@ class MultiHost(Host):
     def start(self) -> None:
         agents, nodes = self._up(), self._nodes_by_host()  # hosts may be lost meanwhile
         for agent in agents.values():
-            agent.link.serve(_CallsOfAgent(self._coordinator, self._logs, agent.link))
+            agent.handle = _handlers(self._coordinator, self._logs, agent)
         for name in agents:
             self._coordinator.note_event("membership", host=name, change="joined")
         self._joined.host_join.tell_of_losses(self._on_lost)
         try:
-            links = {name: agent.link for name, agent in agents.items()}
-            self._send_tree(links)
-            warn_of_hosts_apart(self._plan.run_dir, {name: link for name, link in links.items() if nodes[name]})
-            started = {name: agent.link.ask("start", self._assignment(nodes[name])) for name, agent in agents.items()}
+            if self._tree is not None:
+                send_tree(self._tree, agents, is_up=lambda name: name in self._up())
+            warn_of_hosts_apart(self._plan.run_dir, {name: agent for name, agent in agents.items() if nodes[name]})
+            started = {name: agent.ask(self._start_message(nodes[name])) for name, agent in agents.items()}
             wait_for(started.values(), _START_PATIENCE_S)
             for name, done in started.items():
                 self._check_start(name, done)
@@ -132,21 +137,21 @@ class MultiHost(Host):
 
     def stop_nodes(self, node_ids: Iterable[str]) -> None:
         node_ids = list(node_ids)
-        self._tell("stop_nodes", node_ids)
+        self._tell(StopNodes, node_ids)
         self._relocation.give_up(node_ids)
 
     def terminate(self, node_ids: Iterable[str]) -> None:
-        self._tell("terminate", node_ids)
+        self._tell(TerminateNodes, node_ids)
 
     def kill(self, node_ids: Iterable[str]) -> None:
-        self._tell("kill", node_ids)
+        self._tell(KillNodes, node_ids)
 
     def suspend(self) -> None:
         return None  # its agents would take it for dead
 
     def close(self) -> None:
         self._relocation.close()
-        closing = [agent.link.ask("close") for agent in self._up().values()]
+        closing = [agent.ask(agent_messages.CloseNodes()) for agent in self._up().values()]
         for answer in wait_for(closing, _CLOSE_PATIENCE_S).done:
             with contextlib.suppress(Unavailable, LaunchError):  # it is gone, with all that it knew
                 self._past_hits.update(answer.result())
@@ -156,7 +161,7 @@ class MultiHost(Host):
         stop_shipping(self._shipped)
 
     def stacks(self) -> str:
-        asked = {name: agent.link.ask("stacks") for name, agent in self._up().items()}
+        asked = {name: agent.ask(Stacks()) for name, agent in self._up().items()}
         wait_for(asked.values(), _STACKS_PATIENCE_S)
         return "\n".join(f"host {name}\n{_text_of(answer)}" for name, answer in asked.items())
 
@@ -165,7 +170,7 @@ class MultiHost(Host):
 
     def look(self, old_s: float) -> list[View]:
         for name, agent in self._up().items():
-            agent.link.ask("look", old_s).add_done_callback(lambda done, name=name: self._note_views(name, done))  # type: ignore[misc]
+            agent.ask(agent_messages.LookAtNodes(old_s)).add_done_callback(functools.partial(self._note_views, name))
         now = time.monotonic()
         with self._lock:
             return [
@@ -178,10 +183,10 @@ class MultiHost(Host):
         return {}
 
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
-        message = fault.SerializeToString()
+        message = InjectFault(fault.SerializeToString())
         past: Future[int] = Future()
         past.set_result(self._past_hits[fault.rule])
-        asked = {name: _zero_if_gone(agent.link.ask("inject", message)) for name, agent in self._up().items()}
+        asked = {name: _zero_if_gone(agent.ask(message)) for name, agent in self._up().items()}
         return {**{f"of host {name}": answer for name, answer in asked.items()}, "": past}
 
     def where(self, node_id: str) -> str:
@@ -199,8 +204,8 @@ class MultiHost(Host):
             nodes[self.where(spec.node_id)].append(spec)
         return nodes
 
-    def _assignment(self, nodes: Sequence[NodeSpec]) -> Assignment:
-        return Assignment(
+    def _start_message(self, nodes: Sequence[NodeSpec]) -> StartNodes:
+        return StartNodes(
             run=self._run,
             program=self._plan.program,
             nodes=without_code(nodes),
@@ -213,10 +218,6 @@ class MultiHost(Host):
             orphan_s=orphan_s(self._plan.nodes, self._joined.is_elastic),
             silence_s=self._joined.host_join.patience.silence_s,
         )
-
-    def _send_tree(self, links: Mapping[str, AgentLink]) -> None:
-        if self._tree is not None:
-            send_tree(self._tree, links, is_up=lambda name: name in self._up())
 
     def _check_start(self, name: str, done: "Future[Any]") -> None:
         if not done.done():
@@ -236,25 +237,25 @@ class MultiHost(Host):
 
     def _ask_to_start(self, node_id: str) -> "Future[None]":
         if not self._relocation.take_new(node_id):
-            return self._link_of(node_id).ask("restart", node_id)
+            return self._agent_of(node_id).ask(agent_messages.RestartNode(node_id))
         (spec,) = without_code(one for one in self._plan.nodes if one.node_id == node_id)
         place = self._relocation.place_of(node_id).place
-        return self._link_of(node_id).ask("take_over", spec, self._payloads[node_id], place)
+        return self._agent_of(node_id).ask(agent_messages.TakeOverNode(spec, self._payloads[node_id], place))
 
-    def _tell(self, method: str, node_ids: Iterable[str]) -> None:
+    def _tell(self, kind: Callable[[list[str]], Notice], node_ids: Iterable[str]) -> None:
         by_host: dict[str, list[str]] = {}
         for node_id in node_ids:
             by_host.setdefault(self.where(node_id), []).append(node_id)
         up = self._up()
         for host, ids in by_host.items():
             if host in up:
-                up[host].link.tell(method, ids)
+                up[host].tell_if_open(kind(ids))
 
-    def _link_of(self, node_id: str) -> AgentLink:
+    def _agent_of(self, node_id: str) -> RemoteAgent:
         agent = self._up().get(self.where(node_id))
         if agent is None:
             raise Unavailable(f"host {self.where(node_id)!r} is lost")
-        return agent.link
+        return agent
 
     def _up(self) -> dict[str, RemoteAgent]:
         with self._lock:
@@ -265,35 +266,20 @@ class MultiHost(Host):
             self._views[name] = time.monotonic(), done.result()
 
 
-class _PortsElsewhere:
-    """The ports of other hosts: the agent of the host that has the node of the address reserves them."""
-
-    def __init__(self, plan: LaunchPlan, agents: Mapping[str, RemoteAgent], host_of: Callable[[str], str]) -> None:
-        self._plan = plan
-        self._agents = agents
-        self._host_of = host_of
-
-    def ask(self, address: str) -> "Future[str]":
-        host = self._host_of(self._plan.owner_of(address))
-        return self._agents[host].link.ask("reserve", address)
-
-
-class _CallsOfAgent:
-    """The methods that one agent may call over its link: of the coordinator, and for its nodes' output."""
-
-    def __init__(self, coordinator: Coordinator, logs: ReceivedLogs, link: AgentLink) -> None:
-        self.tell = coordinator.tell
-        self.ask = coordinator.ask
-        self.find_all = coordinator.find_all
-        self.calls = coordinator.calls_of_nodes
-        self._logs = logs
-        self._link = link
-
-    def log(self, node_id: str, is_stderr: bool, text: bytes) -> None:
-        self._logs.put(self._link, node_id, is_stderr, text)
-
-    def unfinished(self, node_id: str, is_stderr: bool, text: bytes, is_settled: bool) -> None:
-        self._logs.put(self._link, node_id, is_stderr, Unfinished(text, is_settled))
+def _handlers(coordinator: Coordinator, logs: ReceivedLogs, agent: RemoteAgent) -> Handlers:
+    """Return the handlers of an agent's messages: those of its nodes are for the coordinator."""
+    on = (handlers := Handlers()).on
+    on(agent_messages.Alive, lambda message: None)  # it is enough that it has come
+    on(agent_messages.NodeNotice, lambda message: coordinator.tell(message.node_id, message.notice))
+    on(agent_messages.NodeQuestion, lambda message: coordinator.ask(message.node_id, message.question))
+    on(agent_messages.FindAll, lambda message: coordinator.find_all(message.addresses))
+    on(agent_messages.CallsOfNodes, lambda message: coordinator.calls_of_nodes(message.calls))
+    on(agent_messages.NodeLines, lambda line: logs.put(agent, line.node_id, line.is_stderr, line.text))
+    on(
+        agent_messages.NodeUnfinishedLine,
+        lambda line: logs.put(agent, line.node_id, line.is_stderr, Unfinished(line.text, line.is_settled)),
+    )
+    return handlers
 
 
 def _zero_if_gone(answer: "Future[int]") -> "Future[int]":

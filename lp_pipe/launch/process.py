@@ -33,9 +33,8 @@ from lp_pipe.launch.processes.node_link import NodeLink
 from lp_pipe.launch.processes.template import MARK, LauncherPings, Template, check_descriptors
 from lp_pipe.launch.supervision import messages
 from lp_pipe.launch.supervision.lifecycle import ORPHAN_S
-from lp_pipe.launch.supervision.messages import Failure
+from lp_pipe.launch.supervision.messages import Failure, View
 from lp_pipe.launch.supervision.node_api import NodeApi
-from lp_pipe.launch.supervision.view import View
 from lp_pipe.process_tree import is_dying, state_of
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry import crashes
@@ -145,7 +144,7 @@ class ProcessHost(Host):
         for node_id in first_told:
             stream = self._streams.get(node_id)
             if stream is not None:
-                stream.send(messages.Stop())
+                stream.tell_if_open(messages.Stop())
 
     def terminate(self, node_ids: Iterable[str]) -> None:
         self._signal_all(node_ids, signal.SIGTERM)
@@ -258,8 +257,8 @@ class ProcessHost(Host):
         self._faults.begin(stream)
         if self._coordinator.must_end(node_id):  # sent first, so that none of its code runs any more
             self._told_to_stop.add(node_id)
-            stream.send(messages.Stop())
-        stream.send(
+            stream.tell_if_open(messages.Stop())
+        stream.tell_if_open(
             messages.StartNode(
                 label=spec.label,
                 index=spec.index,

@@ -21,8 +21,7 @@ from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.processes.compute_threads import unset_threads, use_threads
 from lp_pipe.launch.processes.execute import run_node, run_setup
 from lp_pipe.launch.services import LocalServices
-from lp_pipe.launch.supervision.messages import Failure
-from lp_pipe.launch.supervision.view import View
+from lp_pipe.launch.supervision.messages import Failure, View
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.metrics import MetricsLog
 from lp_pipe.telemetry.tracebacks import stack_of

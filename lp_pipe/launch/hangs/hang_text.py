@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lp_pipe.launch.hangs.wait_graph import ThreadActivities, Wait, WaitGraph, threads_of
-from lp_pipe.launch.supervision.view import View
+from lp_pipe.launch.supervision.messages import View
 from lp_pipe.telemetry.names import name_list
 from lp_pipe.telemetry.waits import CALL, DEBUGGER, HANDLER, RANKS, RECEIVE, RESOLVE, SEND, Activity
 

@@ -13,8 +13,7 @@ from lp_pipe.launch.hangs import hang_text
 from lp_pipe.launch.hangs.hang_detection import find_deadlocks, find_hung, find_suspects
 from lp_pipe.launch.hangs.wait_graph import Wait, WaitGraph, WaitKey
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.supervision.messages import Failure
-from lp_pipe.launch.supervision.view import View
+from lp_pipe.launch.supervision.messages import Failure, View
 from lp_pipe.launched import launcher_of
 from lp_pipe.telemetry import waits
 from lp_pipe.telemetry.positions import positions

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from lp_pipe.launch.supervision.view import View
+from lp_pipe.launch.supervision.messages import View
 from lp_pipe.telemetry.waits import CALL, HANDLER, MAIN, RESOLVE, Activity, PoolStatus
 
 LAUNCHER = "the launcher"

@@ -19,20 +19,33 @@ from lp_pipe.connections.tcp_endpoint import bracketed
 from lp_pipe.errors import LaunchError, Unauthenticated, Unavailable
 from lp_pipe.launch.coordination.ports import Ports
 from lp_pipe.launch.hosts import handshake
-from lp_pipe.launch.hosts.agent_link import ALIVE, AgentLink
-from lp_pipe.launch.hosts.assignment import Assignment
+from lp_pipe.launch.hosts.agent_messages import (
+    Alive,
+    CloseNodes,
+    KeepContents,
+    KillNodes,
+    LayOutTree,
+    LinesWritten,
+    LookAtNodes,
+    MissingContents,
+    RestartNode,
+    SeesFile,
+    StartNodes,
+    StopNodes,
+    TakeOverNode,
+    TerminateNodes,
+)
 from lp_pipe.launch.hosts.remote_coordinator import RemoteCoordinator
 from lp_pipe.launch.hosts.shipped_logs import ShippedLogs
 from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.hosts.tree_store import TreeStore
 from lp_pipe.launch.plan.hardware import this_host
-from lp_pipe.launch.plan.placement import Placement
-from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.supervision.lifecycle import LAUNCHER_PATIENCE_S
-from lp_pipe.launch.supervision.messages import HostMembership
-from lp_pipe.launch.supervision.view import View
+from lp_pipe.launch.supervision.messages import HostMembership, InjectFault, ReservePort, Stacks
+from lp_pipe.launch.supervision.peer import Handlers, Peer
 from lp_pipe.protos import supervision_pb2 as wire
+from lp_pipe.rpc import codec
 from lp_pipe.rpc.daemon_pool import settle
 
 _log = logging.getLogger(__name__)
@@ -79,15 +92,16 @@ class Agent:
     """
 
     def __init__(self, connection: Connection, credentials: Credentials, name: str, address: str, scheme: str) -> None:
-        self._link = AgentLink(connection)
+        self._launcher = Peer(connection, self._handlers(), codec)
         self._connection = connection
         self._credentials = credentials
         self.name = name
         self.address = address
         self._scheme = scheme
         self.tree = ""
-        self.logs = ShippedLogs(self._link)
-        self._link.serve(_Calls(self))
+        self.logs = ShippedLogs(self._launcher)
+        self._ports = Ports(address)
+        self._trees = TreeStore()
         self.coordinator: RemoteCoordinator | None = None
         self.host: ProcessHost | None = None
         self._is_welcome = False
@@ -107,27 +121,44 @@ class Agent:
         while not self._is_over.wait(_ALIVE_EVERY_S):
             coordinator = self.coordinator
             if coordinator is None or not coordinator.report_calls():
-                self._link.tell(ALIVE)
+                self._launcher.tell_if_open(Alive())
         if not self._is_welcome:
             raise LaunchError(f"the launcher does not take this agent: {self._closed_reason}")
         return End(self._closed_reason, self._is_closed)
 
-    def start(self, assignment: Assignment) -> "Future[str]":
-        """Start the nodes; done with the mark of their processes."""
-        return _in_thread("start nodes", lambda: self._start(assignment))
+    def _handlers(self) -> Handlers:
+        """Return the handlers of the launcher's messages; what takes time has a thread of its own."""
+        on = (handlers := Handlers()).on
+        on(Alive, lambda message: None)  # it is enough that it has come
+        on(StartNodes, lambda message: _in_thread("start nodes", lambda: self._start(message)))
+        on(CloseNodes, lambda message: _in_thread("close", self._close))
+        on(RestartNode, lambda message: self._restart(message.node_id, lambda host: host.restart(message.node_id)))
+        on(
+            TakeOverNode,
+            lambda message: self._restart(
+                message.spec.node_id, lambda host: host.take_over(message.spec, message.payload, message.place)
+            ),
+        )
+        on(StopNodes, lambda message: self._stop_nodes(message.node_ids))
+        on(TerminateNodes, lambda message: self._started_host.terminate(message.node_ids))
+        on(KillNodes, lambda message: self._started_host.kill(message.node_ids))
+        on(Stacks, lambda message: _in_thread("stacks", self._started_host.stacks))
+        on(LookAtNodes, lambda message: self._started_host.look(message.old_s))
+        on(InjectFault, lambda message: self._inject(wire.Fault.FromString(message.fault)))
+        on(MissingContents, lambda message: _in_thread("sources", lambda: self._trees.missing_contents(message.tree)))
+        on(KeepContents, lambda message: _in_thread("sources", lambda: self._trees.take(message.contents)))
+        on(LayOutTree, lambda message: _in_thread("sources", lambda: self._lay_out(message.tree)))
+        on(SeesFile, lambda message: os.path.exists(message.path))
+        on(ReservePort, lambda message: self._ports.reserve(message.address))
+        on(LinesWritten, lambda message: self.logs.written(message.size))
+        return handlers
 
-    def close(self) -> "Future[dict[str, int]]":
-        """All nodes are down: free everything, for the end or another program; with the hits of a test's faults."""
-        return _in_thread("close", self._close)
-
-    def _start(self, assignment: Assignment) -> str:
+    def _start(self, assignment: StartNodes) -> str:
         self._is_closed = False
-        self.logs = ShippedLogs(self._link)  # that of an earlier program is closed
-        run_dir = _usable(Path(assignment.run_dir))
-        plan = Assignment(**{**vars(assignment), "run_dir": str(run_dir)}).plan()
-        self.coordinator = RemoteCoordinator(self._link, assignment.payloads)
+        self.logs = ShippedLogs(self._launcher)  # that of an earlier program is closed
+        self.coordinator = RemoteCoordinator(self._launcher, assignment.payloads)
         self.host = ProcessHost(
-            plan,
+            assignment.plan(_usable(Path(assignment.run_dir))),
             self.coordinator,
             dict(assignment.payloads),
             dict(assignment.places),
@@ -153,90 +184,41 @@ class Agent:
         self._is_closed = True
         return dict(host.past_hits) if host is not None else {}
 
+    def _restart(self, node_id: str, start: Callable[[ProcessHost], None]) -> "Future[None]":
+        host = self._started_host
+        assert self.coordinator is not None
+        self.coordinator.starts_again(node_id)
+        return _in_thread(f"restart {node_id}", lambda: start(host))
+
+    def _stop_nodes(self, node_ids: list[str]) -> None:
+        if self.coordinator is not None:
+            self.coordinator.told_to_end(node_ids)
+            self._started_host.stop_nodes(node_ids)
+
+    def _inject(self, fault: wire.Fault) -> "Future[int]":
+        asked = self._started_host.inject(fault)
+        return _in_thread("fault", lambda: sum(answer.result() for answer in asked.values()))
+
+    def _lay_out(self, tree: SourceTree) -> None:
+        self.tree = self._trees.lay_out(tree)
+
+    @property
+    def _started_host(self) -> ProcessHost:
+        if self.host is None:
+            raise LaunchError(f"the agent of host {self.name} has not started any node")
+        return self.host
+
     def _on_frame(self, frame: Frame) -> None:
         if self._is_welcome:
-            self._link.on_frame(frame)
+            self._launcher.on_frame(frame)
         elif frame.name == handshake.WELCOME:
             self._is_welcome = True
 
     def _on_close(self, reason: str) -> None:
         self._closed_reason = reason
         self.logs.close()
-        self._link.on_close(reason)
+        self._launcher.on_close(reason)
         self._is_over.set()
-
-
-class _Calls:
-    """The methods that a launcher may call over the link; all return at once."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._ports = Ports(agent.address)
-        self._trees = TreeStore()
-        self.start, self.close = agent.start, agent.close
-
-    def missing_contents(self, tree: SourceTree) -> "Future[list[str]]":
-        """Digests of those contents of a source tree that this host does not have."""
-        return _in_thread("sources", lambda: self._trees.missing_contents(tree))
-
-    def take(self, contents: list[bytes]) -> "Future[None]":
-        return _in_thread("sources", lambda: self._trees.take(contents))
-
-    def lay_out(self, tree: SourceTree) -> "Future[None]":
-        """All contents are here: the nodes that start from now on find the tree."""
-        return _in_thread("sources", lambda: self._lay_out(tree))
-
-    def sees(self, path: str) -> bool:
-        return os.path.exists(path)
-
-    def reserve(self, address: str) -> str:
-        return self._ports.reserve(address)
-
-    def logged(self, size: int) -> None:
-        self._agent.logs.logged(size)
-
-    def restart(self, node_id: str) -> "Future[None]":
-        assert self._agent.coordinator is not None
-        self._agent.coordinator.starts_again(node_id)
-        host = self._host
-        return _in_thread(f"restart {node_id}", lambda: host.restart(node_id))
-
-    def take_over(self, spec: NodeSpec, payload: bytes, place: Placement) -> "Future[None]":
-        assert self._agent.coordinator is not None
-        self._agent.coordinator.starts_again(spec.node_id)
-        host = self._host
-        return _in_thread(f"take over {spec.node_id}", lambda: host.take_over(spec, payload, place))
-
-    def stop_nodes(self, node_ids: list[str]) -> None:
-        if self._agent.coordinator is not None:
-            self._agent.coordinator.told_to_end(node_ids)
-            self._host.stop_nodes(node_ids)
-
-    def terminate(self, node_ids: list[str]) -> None:
-        self._host.terminate(node_ids)
-
-    def kill(self, node_ids: list[str]) -> None:
-        self._host.kill(node_ids)
-
-    def stacks(self) -> "Future[str]":
-        host = self._host
-        return _in_thread("stacks", host.stacks)
-
-    def look(self, old_s: float) -> list[View]:
-        return self._host.look(old_s)
-
-    def inject(self, fault: bytes) -> "Future[int]":
-        asked = self._host.inject(wire.Fault.FromString(fault))
-        return _in_thread("fault", lambda: sum(answer.result() for answer in asked.values()))
-
-    def _lay_out(self, tree: SourceTree) -> None:
-        self._agent.tree = self._trees.lay_out(tree)
-
-    @property
-    def _host(self) -> ProcessHost:
-        if self._agent.host is None:
-            raise LaunchError(f"the agent of host {self._agent.name} has not started any node")
-        return self._agent.host
 
 
 def _connect(

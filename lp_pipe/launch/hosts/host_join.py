@@ -14,10 +14,12 @@ from lp_pipe.connections.tcp_endpoint import bracketed
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent, kill_all
 from lp_pipe.launch.hosts import handshake
-from lp_pipe.launch.hosts.agent_link import ALIVE, AgentLink
+from lp_pipe.launch.hosts.agent_messages import Alive
 from lp_pipe.launch.hosts.handshake import Joining, Versions
 from lp_pipe.launch.hosts.join_errors import hosts_not_joined
 from lp_pipe.launch.hosts.network import addresses_for
+from lp_pipe.launch.supervision.peer import Peer
+from lp_pipe.rpc import codec
 
 _log = logging.getLogger(__name__)
 
@@ -43,16 +45,15 @@ class Patience:
             raise ValueError(f"host_timeout={self.silence_s!r}: from 1 to {_MOST_SILENCE_S:g} seconds")
 
 
-class RemoteAgent:
-    """The launcher's end of one agent, from its first message on."""
+class RemoteAgent(Peer):
+    """The launcher's end of one agent, from its first message on; the program that it runs sets `handle`."""
 
     joining: Joining
     is_silent = False  # it was given up, and does not know
 
     def __init__(self, connection: Connection, host_join: "HostJoin", silence_s: float) -> None:
-        self.link = AgentLink(connection)
+        super().__init__(connection, lambda message: None, codec)  # Alive, which is enough by having come
         self.has_joined = False
-        self._connection = connection
         self._host_join = host_join
         self._watch = SilenceWatch(silence_s, self._on_silence, connection.peer)
         self._silence_s = silence_s
@@ -64,13 +65,13 @@ class RemoteAgent:
     def start(self) -> None:
         """Listen for the agent's first message; a silence counts from now on."""
         self._watch.listening()
-        self._connection.start(self._on_frame, self._on_close)
+        super().start()
 
-    def _on_frame(self, frame: Frame) -> None:
+    def on_frame(self, frame: Frame) -> None:
         self._watch.heard()
         self._watch.listening()
         if self.has_joined:
-            self.link.on_frame(frame)
+            super().on_frame(frame)
             return
         try:
             if frame.name != handshake.JOIN:
@@ -79,20 +80,20 @@ class RemoteAgent:
             self._host_join.join(self)
         except LaunchError as error:
             self._host_join.refused(str(error))
-            self._connection.close(str(error))
+            self.connection.close(str(error))
 
     def welcome(self) -> None:
         """Accept the agent: everything that is sent from now on comes after this message."""
         self.has_joined = True
-        self._connection.send(Frame(frames.SUPERVISION, name=handshake.WELCOME))
+        self.connection.send(Frame(frames.SUPERVISION, name=handshake.WELCOME))
 
     def _on_silence(self) -> None:
         self.is_silent = True
-        self._connection.close(f"nothing was heard of it for {self._silence_s:g} s: the host is down, or cut off")
+        self.connection.close(f"nothing was heard of it for {self._silence_s:g} s: the host is down, or cut off")
 
-    def _on_close(self, reason: str) -> None:
+    def on_close(self, reason: str) -> None:
         self._watch.end()
-        self.link.on_close(reason)
+        super().on_close(reason)
         if self.has_joined:
             self._host_join.lost(self, reason)
 
@@ -170,7 +171,7 @@ class HostJoin:
         """Let the agents end, which they do when their connections are closed; kill what has not, after a while."""
         self._is_over.set()
         for agent in list(self._agents.values()):
-            agent.link.close("the run has ended")
+            agent.connection.close("the run has ended")
         deadline = time.monotonic() + patience_s
         hoped_for = [one for one in self._watched if not self._lost.issuperset(one.hosts)]
         while any(one.how_it_ended() is None for one in hoped_for) and time.monotonic() < deadline:
@@ -286,7 +287,7 @@ class HostJoin:
         while not self._is_over.is_set():
             agents = list(self._agents.values())
             for agent in agents:
-                agent.link.tell(ALIVE)
+                agent.tell_if_open(Alive())
                 if self._is_over.wait(_ALIVE_EVERY_S / len(agents)):
                     return
             if not agents:

@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
-from lp_pipe.launch.hosts.agent_link import AgentLink
+from lp_pipe.launch.hosts.agent_messages import CallsOfNodes, FindAll, NodeNotice, NodeQuestion
 from lp_pipe.launch.supervision.messages import CallsTaken, CodeEnded, EndsUnasked, Find, Notice, Question
+from lp_pipe.launch.supervision.peer import Peer
 
 R = TypeVar("R")
 
@@ -18,8 +19,8 @@ class RemoteCoordinator:
     questions for endpoints, which hundreds of nodes have at the same time, go together, as one message.
     """
 
-    def __init__(self, link: AgentLink, node_ids: Iterable[str]) -> None:
-        self._link = link
+    def __init__(self, launcher: Peer, node_ids: Iterable[str]) -> None:
+        self._launcher = launcher
         self._lock = threading.Lock()
         self._running = set(node_ids)
         self._ending: set[str] = set()
@@ -56,19 +57,19 @@ class RemoteCoordinator:
                 self._running.discard(node_id)
             elif isinstance(notice, EndsUnasked):
                 self._ending.discard(node_id)
-        self._link.tell("tell", node_id, notice)
+        self._launcher.tell_if_open(NodeNotice(node_id, notice))
 
     def ask(self, node_id: str, question: Question[R]) -> "Future[R]":
         if isinstance(question, Find):
             return cast("Future[R]", self.find(question.address))
-        return self._link.ask("ask", node_id, question)
+        return self._launcher.ask(NodeQuestion(node_id, question))
 
     def report_calls(self) -> bool:
         """Send what `CallsTaken` messages said since the last report; return whether there was anything."""
         with self._lock:
             calls, self._calls = self._calls, {}
         if calls:
-            self._link.tell("calls", calls)
+            self._launcher.tell_if_open(CallsOfNodes(calls))
         return bool(calls)
 
     def find(self, address: str) -> "Future[str]":
@@ -87,7 +88,7 @@ class RemoteCoordinator:
             asked, self._to_find = self._to_find, []
             self._is_finding = bool(asked)
         if asked:
-            answer = self._link.ask("find_all", [address for address, _ in asked])
+            answer = self._launcher.ask(FindAll([address for address, _ in asked]))
             answer.add_done_callback(lambda done: self._found([future for _, future in asked], done))
 
     def _found(self, futures: "list[Future[str]]", done: "Future[list[Any]]") -> None:

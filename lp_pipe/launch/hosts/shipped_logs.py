@@ -1,8 +1,8 @@
 """Lines of nodes on their way from an agent to the launcher: never more than a bounded number of bytes.
 
-    pipes ─► LogPump ─► ShippedLogs ══ link ══► ReceivedLogs ─► files, streams
+    pipes ─► LogPump ─► ShippedLogs ══════════► ReceivedLogs ─► files, streams
                              ▲                       │
-                             └──── "logged": n ──────┘    credit comes back once they are written
+                             └──── LinesWritten ─────┘    credit comes back once they are written
 
 So a launcher that writes slowly, or not at all, makes the nodes that print wait, and nothing else: what supervises
 them has the link to itself between two pieces.
@@ -13,7 +13,8 @@ from collections import deque
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from lp_pipe.launch.hosts.agent_link import AgentLink
+from lp_pipe.launch.hosts.agent_messages import LinesWritten, NodeLines, NodeUnfinishedLine
+from lp_pipe.launch.supervision.peer import Peer
 from lp_pipe.telemetry.log_files import LogOutput
 from lp_pipe.telemetry.log_pump import join_or_leave
 from lp_pipe.telemetry.terminal_lines import Unfinished
@@ -25,8 +26,8 @@ _KEPT_LINES = 20
 class ShippedLogs:
     """The agent's end: a LogOutput for its pump."""
 
-    def __init__(self, link: AgentLink) -> None:
-        self._link = link
+    def __init__(self, launcher: Peer) -> None:
+        self._launcher = launcher
         self._on_their_way = 0
         self._has_room = threading.Condition()
         self._is_closed = False
@@ -39,7 +40,7 @@ class ShippedLogs:
             if self._is_closed:
                 return
             self._on_their_way += size
-        self._link.tell("log", node_id, is_stderr, b"\n".join(lines))
+        self._launcher.tell_if_open(NodeLines(node_id, is_stderr, b"\n".join(lines)))
 
     def show(self, node_id: str, is_stderr: bool, unfinished: Unfinished) -> None:
         """Send an unfinished line if there is credit; else it comes with its end, or in a later state."""
@@ -47,9 +48,9 @@ class ShippedLogs:
             if self._is_closed or self._on_their_way >= _WINDOW_BYTES:
                 return
             self._on_their_way += len(unfinished.text)
-        self._link.tell("unfinished", node_id, is_stderr, *unfinished)
+        self._launcher.tell_if_open(NodeUnfinishedLine(node_id, is_stderr, *unfinished))
 
-    def logged(self, size: int) -> None:
+    def written(self, size: int) -> None:
         """Take back the credit for bytes that the launcher has written."""
         with self._has_room:
             self._on_their_way -= size
@@ -68,7 +69,7 @@ class ShippedLogs:
 class _Piece(NamedTuple):
     """Lines, or what has no end yet."""
 
-    link: AgentLink
+    agent: Peer
     node_id: str
     is_stderr: bool
     content: bytes | Unfinished
@@ -84,9 +85,9 @@ class ReceivedLogs:
         self._thread = threading.Thread(target=self._run, name="node logs", daemon=True)
         self._thread.start()
 
-    def put(self, link: AgentLink, node_id: str, is_stderr: bool, content: bytes | Unfinished) -> None:
+    def put(self, agent: Peer, node_id: str, is_stderr: bool, content: bytes | Unfinished) -> None:
         """Return at once; what may wait here is bounded by the agents' windows."""
-        self._pieces.put(_Piece(link, node_id, is_stderr, content))
+        self._pieces.put(_Piece(agent, node_id, is_stderr, content))
 
     def last_lines(self, node_id: str) -> list[str]:
         return list(self._last.get(node_id, ()))
@@ -107,7 +108,7 @@ class ReceivedLogs:
             size = self._write(piece)
             if self._pieces.empty():
                 self._output.flush()
-            piece.link.tell("logged", size)
+            piece.agent.tell_if_open(LinesWritten(size))
         self._output.flush()
 
     def _write(self, piece: _Piece) -> int:

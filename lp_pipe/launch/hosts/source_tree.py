@@ -1,27 +1,20 @@
-"""A folder of sources that the hosts are to have: which files, by their content, and how they get there."""
+"""A folder of sources that the hosts are to have: which files, by their content."""
 
 import hashlib
-import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Self
 
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.hosts.agent_link import AgentLink
-
-_log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 28
 MAX_TREE_BYTES = 1 << 30
 _BATCH_BYTES = 1 << 22  # so much travels at a time
-_PATIENCE_S = 60.0  # for one batch to be on the host's disk
-_HOSTS_AT_A_TIME = 16
 _ADVICE = "sources are meant; leave data out with a .gitignore, and read it from where the hosts can reach it"
 
 
@@ -103,37 +96,8 @@ def batches(files: Iterable[TreeFile]) -> Iterator[Sequence[TreeFile]]:
         yield batch
 
 
-def send_tree(tree: SourceTree, links: Mapping[str, AgentLink], is_up: Callable[[str], bool]) -> None:
-    """Give every host what it lacks of the tree, and let it lay the tree out.
-
-    is_up: whether a host is still there; for those that are lost meanwhile nothing is raised.
-
-    Raises:
-        LaunchError: names the host, and what went wrong there.
-    """
-    with ThreadPoolExecutor(_HOSTS_AT_A_TIME, "sync") as pool:
-        sent = {name: pool.submit(_send, tree, link) for name, link in links.items()}
-    for name, done in sent.items():
-        error = done.exception()
-        if error is None:
-            lacked = done.result()
-            size = sum(file.size for file in lacked)
-            _log.info("host %s lacked %d of %d source files (%d bytes)", name, len(lacked), len(tree.files), size)
-        elif is_up(name):
-            raise LaunchError(f"host {name!r} has not got the sources of {tree.root}: {error}") from error
-
-
 def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _send(tree: SourceTree, link: AgentLink) -> list[TreeFile]:
-    """Returns what the host lacked."""
-    files = tree.files_with(link.ask("missing_contents", tree).result(_PATIENCE_S))
-    for batch in batches(files):
-        link.ask("take", [tree.read(file) for file in batch]).result(_PATIENCE_S)
-    link.ask("lay_out", tree).result(_PATIENCE_S)
-    return files
 
 
 def _described(root: str, path: str) -> TreeFile:

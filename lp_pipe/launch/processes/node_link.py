@@ -4,16 +4,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
 from lp_pipe.connections import Connection
-from lp_pipe.errors import Unavailable
 from lp_pipe.launch.supervision import messages
-from lp_pipe.launch.supervision.messages import Notice, Question
+from lp_pipe.launch.supervision.messages import Notice, Question, View
 from lp_pipe.launch.supervision.node_api import NodeApi
 from lp_pipe.launch.supervision.peer import Peer
-from lp_pipe.launch.supervision.view import View
 from lp_pipe.protos import supervision_pb2 as wire
 
 _MENTION_BYTES = 256  # more than a short notice takes
@@ -21,7 +18,7 @@ _MENTION_BYTES = 256  # more than a short notice takes
 OnHello = Callable[["NodeLink", messages.Hello], None]
 
 
-class NodeLink:
+class NodeLink(Peer):
     """Passes a node's messages to the coordinator, and asks its process for what the launcher wants to know.
 
     on_hello(stream, hello): called with the first message, which says which node the process is.
@@ -29,23 +26,18 @@ class NodeLink:
     """
 
     def __init__(self, connection: Connection, coordinator: NodeApi, on_hello: OnHello) -> None:
-        self.connection = connection
+        super().__init__(connection, self._take)
         self.closed = threading.Event()
         self.last_hits: dict[str, int] = {}
-        self._peer = Peer(connection, self._on_message)
         self._coordinator = coordinator
         self._say_hello = on_hello
         self._node_id = ""
         self._view = View([], [], [])
         self._answered_at = time.monotonic()
 
-    def start(self) -> None:
-        self.connection.start(self._peer.on_frame, self._on_close)
-
-    def send(self, notice: Notice, payload: bytes | None = None) -> None:
-        """Send a notice; nothing happens when the process has ended."""
-        with suppress(Unavailable):  # the process has just ended; its exit is reported by the template
-            self._peer.tell(notice, payload)
+    def on_close(self, reason: str) -> None:
+        self.closed.set()
+        super().on_close(reason)
 
     def mention(self, notice: Notice) -> None:
         """Send a short notice that is repeated, unless the process has not read the last ones.
@@ -53,11 +45,11 @@ class NodeLink:
         A process that is frozen must hold up neither the messages to all the others, nor the stop.
         """
         if self.connection.has_room_for(_MENTION_BYTES):
-            self.send(notice)
+            self.tell_if_open(notice)
 
     def ask_stacks(self) -> "Future[str] | None":
         """Ask for the stacks of the process's threads, which may never come; None if it has ended."""
-        return None if self.closed.is_set() else self._peer.ask(messages.Stacks())
+        return None if self.closed.is_set() else self.ask(messages.Stacks())
 
     def look(self, old_s: float) -> View:
         """Return what the process does, as it reported last, and ask it to report again."""
@@ -72,10 +64,10 @@ class NodeLink:
             has_ended = done.exception() is not None
             hits.set_result(self.last_hits.get(fault.rule, 0) if has_ended else done.result())
 
-        self._peer.ask(messages.InjectFault(fault.SerializeToString())).add_done_callback(settle)
+        self.ask(messages.InjectFault(fault.SerializeToString())).add_done_callback(settle)
         return hits
 
-    def _on_message(self, message: Any) -> object:
+    def _take(self, message: Any) -> object:
         if isinstance(message, messages.Hello):
             self._node_id = message.node_id
             self._view = View([], [], [], self._node_id)  # the process may never report
@@ -93,7 +85,3 @@ class NodeLink:
         else:
             self._coordinator.tell(self._node_id, message)
         return None
-
-    def _on_close(self, reason: str) -> None:
-        self.closed.set()
-        self._peer.on_close(reason)

@@ -29,10 +29,9 @@ from lp_pipe.launch.processes.exit_work import finish_work
 from lp_pipe.launch.processes.node_stdin import NodeStdin
 from lp_pipe.launch.supervision import messages
 from lp_pipe.launch.supervision.lifecycle import LAUNCHER_PATIENCE_S
-from lp_pipe.launch.supervision.messages import Failure, Notice, Question
+from lp_pipe.launch.supervision.messages import Failure, Notice, Question, View
 from lp_pipe.launch.supervision.node_api import MessageServices
 from lp_pipe.launch.supervision.peer import Peer
-from lp_pipe.launch.supervision.view import View
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import child_processes, codec, main_module
 from lp_pipe.rpc.fork_guard import ForkGuard, no_endpoint
@@ -94,12 +93,12 @@ class Supervision(MessageServices):
                 message=printable(failure.message),
                 traceback=printable(failure.traceback),
             )
-        self._send_if_heard(messages.CodeEnded(failure))
+        self._peer.tell_if_open(messages.CodeEnded(failure))
 
     def close(self) -> None:
         """Report a test's faults, and close the connection."""
         for rule, hits in fault_injection.hits().items():
-            self._send_if_heard(messages.LastHits(rule, hits))
+            self._peer.tell_if_open(messages.LastHits(rule, hits))
         self._connection.close("the node has ended")
 
     # NodeServices
@@ -111,7 +110,7 @@ class Supervision(MessageServices):
         super().register(address, run_endpoints.endpoint_to_register(endpoint))
 
     def withdraw(self, address: str, is_failing: bool) -> None:
-        self._send_if_heard(messages.Withdraw(address, is_failing))
+        self._peer.tell_if_open(messages.Withdraw(address, is_failing))
         if is_failing:
             self._be_heard()
 
@@ -132,11 +131,11 @@ class Supervision(MessageServices):
 
     def request_stop(self) -> None:
         self._owner.check(_STREAM, _IN_THAT_PROCESS)
-        self._send_if_heard(messages.RequestStop())  # else the stop is under way already
+        self._peer.tell_if_open(messages.RequestStop())  # else the stop is under way already
         self._be_heard()
 
     def stop_inner_nodes(self, colocation: str) -> None:
-        self._send_if_heard(messages.StopInnerNodes(colocation))  # else they stop anyway
+        self._peer.tell_if_open(messages.StopInnerNodes(colocation))  # else they stop anyway
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         self._owner.check(_STREAM, _IN_THAT_PROCESS)
@@ -160,11 +159,6 @@ class Supervision(MessageServices):
         answer.set_exception(Unavailable(problem))
         return answer
 
-    def _send_if_heard(self, notice: Notice) -> None:
-        """Send a message that does not matter any more once the launcher is gone."""
-        with contextlib.suppress(Unavailable):
-            self._peer.tell(notice)
-
     def _be_heard(self) -> None:
         """Wait until the launcher has handled what was sent.
 
@@ -175,7 +169,7 @@ class Supervision(MessageServices):
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.buffers:  # no message may keep the node's arguments
-            self.started.set_result((messages.from_bytes(frame.body), codec.loads_in_turn(frame.buffers[0])))
+            self.started.set_result((messages.decode(frame.body), codec.loads_in_turn(frame.buffers[0])))
         else:
             self._peer.on_frame(frame)
 
@@ -190,9 +184,9 @@ class Supervision(MessageServices):
             case messages.Ping():
                 calls = self.count_calls()
                 if calls is not None:
-                    self._send_if_heard(messages.CallsTaken(calls))
+                    self._peer.tell_if_open(messages.CallsTaken(calls))
             case messages.Look():
-                self._send_if_heard(messages.Waits(self._view(message.old_s)))
+                self._peer.tell_if_open(messages.Waits(self._view(message.old_s)))
         return None
 
     def _view(self, old_s: float) -> View:

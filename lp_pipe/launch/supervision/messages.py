@@ -6,10 +6,11 @@ classes of this module (and the few that their fields have) are loaded, so that 
 
 import io
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from lp_pipe.launch.supervision.view import View
+from lp_pipe.connections.frames import Piece
 from lp_pipe.telemetry.waits import Activity, PoolStatus
 
 R = TypeVar("R")
@@ -43,6 +44,24 @@ class Failure:
     @property
     def summary(self) -> str:
         return f"{self.type_name}: {self.message}"
+
+
+class View(NamedTuple):
+    """The waits and servers of one process, as it reported them last.
+
+    activities: thread by thread, the outermost of each first.
+    positions: where its stage workers are in their schedules, in words.
+    node: the process's node_id; "" for the launcher's own process, whose threads may be of many nodes.
+    silence_s: how long ago the process reported.
+    process_state: the kernel's letter for the state of a process that does not answer ("T": stopped); "" if not known.
+    """
+
+    activities: list[Activity]
+    pools: list[PoolStatus]
+    positions: list[str]
+    node: str = ""
+    silence_s: float = 0.0
+    process_state: str = ""
 
 
 # Of a node's code, about itself or an address, by its id.
@@ -271,7 +290,7 @@ _LOADED: dict[tuple[str, str], type] = {
     (kind.__module__, kind.__qualname__): kind
     for kind in [
         *(found for found in list(globals().values()) if isinstance(found, type) and found.__module__ == __name__),
-        *(View, Activity, PoolStatus),
+        *(Activity, PoolStatus),
     ]
 }
 
@@ -286,15 +305,15 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
-def to_bytes(message: Any) -> bytes:
-    """Return a message, or an answer of plain values, as bytes."""
-    return pickle.dumps(message, protocol=5)
+def encode(value: Any) -> tuple[bytes, Sequence[Any]]:
+    """Return a message, or an answer of plain values, as bytes, and the buffers beside these: none."""
+    return pickle.dumps(value, protocol=5), ()
 
 
-def from_bytes(data: bytes | bytearray | memoryview) -> Any:
-    """Return the message of `to_bytes`.
+def decode(body: Piece, buffers: Sequence[Any] = ()) -> Any:
+    """Return the message of `encode`.
 
     Raises:
         UnpicklingError: the bytes name a class that is no part of a message.
     """
-    return _Unpickler(io.BytesIO(data)).load()
+    return _Unpickler(io.BytesIO(body)).load()

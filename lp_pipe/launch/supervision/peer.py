@@ -2,17 +2,22 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lp_pipe.connections import Connection, Frame, frames
+from lp_pipe.connections.frames import Piece
 from lp_pipe.errors import LaunchError, Unavailable
 from lp_pipe.launch.supervision import messages
 from lp_pipe.launch.supervision.messages import Notice, Question
 
+M = TypeVar("M")
 R = TypeVar("R")
+
+_log = logging.getLogger(__name__)
 
 _ERRORS: dict[str, type[Exception]] = {"Unavailable": Unavailable, "RuntimeError": RuntimeError}
 _NO_ANSWER = 0  # the id of a message without an answer
@@ -58,6 +63,34 @@ class PendingAnswers:
             self.settle(number, Unavailable(reason))
 
 
+class Codec(Protocol):
+    """The form of messages as bytes, with buffers that travel beside these."""
+
+    def encode(self, value: Any, /) -> tuple[bytes, Sequence[Any]]: ...
+
+    def decode(self, body: Piece, buffers: Sequence[Any] = (), /) -> Any: ...
+
+
+class Handlers:
+    """A function for each type of message, as `handle` of a Peer."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[type, Callable[[Any], object]] = {}
+
+    def on(self, kind: type[M], handle: Callable[[M], object]) -> None:
+        """Handle messages of this type with this function."""
+        self._handlers[kind] = handle
+
+    def __call__(self, message: Any) -> object:
+        try:
+            return self._handlers[type(message)](message)
+        except Exception:
+            if isinstance(message, Question):
+                raise  # in the code that asks
+            _log.exception("the notice %s could not be handled", type(message).__name__)
+            return None
+
+
 class Peer:
     """The messages of one connection, whose frames and end it is given (`on_frame`, `on_close`).
 
@@ -65,10 +98,15 @@ class Peer:
         answer of a question, or a Future of it.
     """
 
-    def __init__(self, connection: Connection, handle: Callable[[Any], object]) -> None:
+    def __init__(self, connection: Connection, handle: Callable[[Any], object], codec: Codec = messages) -> None:
         self.connection = connection
-        self._handle = handle
+        self.handle = handle
+        self._codec = codec
         self._pending = PendingAnswers()
+
+    def start(self) -> None:
+        """Let the connection's thread handle what the other end sends, and has sent."""
+        self.connection.start(self.on_frame, self.on_close)
 
     def tell(self, notice: Notice, payload: bytes | None = None) -> None:
         """Send a notice.
@@ -77,6 +115,11 @@ class Peer:
             Unavailable: the connection is closed.
         """
         self._send(_NO_ANSWER, notice, payload)
+
+    def tell_if_open(self, notice: Notice, payload: bytes | None = None) -> None:
+        """Send a notice that does not matter any more once the connection is closed."""
+        with suppress(Unavailable):
+            self.tell(notice, payload)
 
     def ask(self, question: Question[R]) -> "Future[R]":
         """Send a question; its answer is Unavailable when the connection closes before it comes."""
@@ -90,11 +133,11 @@ class Peer:
 
     def on_frame(self, frame: Frame) -> None:
         if frame.kind == frames.SUPERVISION:
-            self._on_message(frame.id, messages.from_bytes(frame.body))
+            self._on_message(frame.id, self._codec.decode(frame.body, frame.buffers))
         elif frame.kind == frames.RESULT:
-            self._pending.settle(frame.id, messages.from_bytes(frame.body))
+            self._pending.settle(frame.id, self._codec.decode(frame.body, frame.buffers))
         elif frame.kind == frames.ERROR:
-            kind, text = messages.from_bytes(frame.body)
+            kind, text = self._codec.decode(frame.body, frame.buffers)
             self._pending.fail(frame.id, kind, text)
 
     def on_close(self, reason: str) -> None:
@@ -102,10 +145,10 @@ class Peer:
 
     def _on_message(self, number: int, message: Any) -> None:
         if number == _NO_ANSWER:
-            self._handle(message)
+            self.handle(message)
             return
         try:
-            answer = self._handle(message)
+            answer = self.handle(message)
         except Exception as error:
             self._answer(number, error)
             return
@@ -120,10 +163,11 @@ class Peer:
 
     def _answer(self, number: int, outcome: Any) -> None:
         is_error = isinstance(outcome, BaseException)
-        body = messages.to_bytes((type(outcome).__name__, str(outcome)) if is_error else outcome)
+        body, buffers = self._codec.encode((type(outcome).__name__, str(outcome)) if is_error else outcome)
         with suppress(Unavailable):  # the other end does not wait for it any more
-            self.connection.send(Frame(frames.ERROR if is_error else frames.RESULT, number, body=body))
+            self.connection.send(Frame(frames.ERROR if is_error else frames.RESULT, number, "", body, buffers))
 
     def _send(self, number: int, message: Any, payload: bytes | None = None) -> None:
-        buffers = () if payload is None else (payload,)
-        self.connection.send(Frame(frames.SUPERVISION, number, "", messages.to_bytes(message), buffers))
+        body, buffers = self._codec.encode(message)
+        buffers = buffers if payload is None else (payload,)
+        self.connection.send(Frame(frames.SUPERVISION, number, "", body, buffers))

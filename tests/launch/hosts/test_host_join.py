@@ -10,10 +10,11 @@ from lp_pipe.connections.tcp_endpoint import TLS
 from lp_pipe.launch.engines.base import Invitation, StartedAgent
 from lp_pipe.launch.engines.local import LocalEngine
 from lp_pipe.launch.hosts import handshake
-from lp_pipe.launch.hosts.agent_link import ALIVE
+from lp_pipe.launch.hosts.agent_messages import Alive
 from lp_pipe.launch.hosts.handshake import Joining, Versions
 from lp_pipe.launch.hosts.host_join import HostJoin, Patience
 from lp_pipe.launch.plan.hardware import this_host
+from lp_pipe.rpc import codec
 
 
 class OneAfterTheOther(LocalEngine):
@@ -27,7 +28,7 @@ class OneAfterTheOther(LocalEngine):
 
     def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
         self._invitation = invitation
-        self._join("first", lambda frame: self._is_alive.set() if frame.name == ALIVE else None)
+        self._join("first", lambda frame: self._is_alive.set() if _is_alive(frame) else None)
         self._second.start()
         return []
 
@@ -48,6 +49,10 @@ class OneAfterTheOther(LocalEngine):
         connection.start(on_frame, lambda reason: None)
         joining = Joining(host, "127.0.0.1", os.getpid(), Versions.here(), this_host())
         connection.send(Frame(frames.SUPERVISION, name=handshake.JOIN, body=joining.to_bytes()))
+
+
+def _is_alive(frame: Frame) -> bool:
+    return frame.name != handshake.WELCOME and codec.decode(frame.body) == Alive()
 
 
 def test_who_has_joined_hears_of_the_launcher_while_it_waits_for_others() -> None:

@@ -19,7 +19,7 @@ PINGS = 2_000  # a socket holds less than 300 of them
 
 
 def kind(body: "bytes | bytearray | memoryview") -> str:
-    return type(messages.from_bytes(body)).__name__
+    return type(messages.decode(body)).__name__
 
 
 def test_a_process_that_reads_nothing_holds_up_neither_the_pings_to_the_others_nor_its_own_stop() -> None:
@@ -33,7 +33,7 @@ def test_a_process_that_reads_nothing_holds_up_neither_the_pings_to_the_others_n
         for _ in range(PINGS):
             stream.mention(messages.Ping())
             stream.look(1.0)
-        stream.send(messages.Stop())
+        stream.tell_if_open(messages.Stop())
 
     speaking = threading.Thread(target=speak, daemon=True)
     speaking.start()

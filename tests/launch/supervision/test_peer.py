@@ -13,9 +13,8 @@ import lp_pipe as lp
 from lp_pipe import connections
 from lp_pipe.connections import Connection
 from lp_pipe.launch.supervision import messages
-from lp_pipe.launch.supervision.messages import HasLostState, Hear, LogEvent, RequestStop, Resolve
+from lp_pipe.launch.supervision.messages import HasLostState, Hear, LogEvent, RequestStop, Resolve, View
 from lp_pipe.launch.supervision.peer import Peer, PendingAnswers
-from lp_pipe.launch.supervision.view import View
 from lp_pipe.telemetry.waits import PoolStatus
 from tests.waiting import until
 
@@ -36,7 +35,7 @@ def asking() -> "Iterator[MakePeers]":
         opened.extend([listener, ours])
         peers = Peer(ours, lambda message: None), Peer(accepted[0], handle)
         for peer in peers:
-            peer.connection.start(peer.on_frame, peer.on_close)
+            peer.start()
         return peers[0]
 
     yield make
@@ -136,7 +135,7 @@ SURROGATE = os.fsdecode(b"/data/\xff")  # a path that is no UTF-8
     ],
 )
 def test_messages_come_back_equal(message: Any) -> None:
-    assert messages.from_bytes(messages.to_bytes(message)) == message
+    assert messages.decode(*messages.encode(message)) == message
 
 
 class Command:
@@ -149,13 +148,13 @@ class Command:
 @pytest.mark.parametrize("data", [pickle.dumps(Command()), pickle.dumps(os.getpid), pickle.dumps(lp.Resources())])
 def test_bytes_that_name_other_classes_or_functions_are_refused(data: bytes) -> None:
     with pytest.raises(pickle.UnpicklingError, match="no part of a supervision message"):
-        messages.from_bytes(data)
+        messages.decode(data)
 
 
 def test_a_peer_that_sends_such_bytes_loses_its_connection(asking: MakePeers, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[Any] = []
     peer = asking(heard.append)
-    monkeypatch.setattr(messages, "to_bytes", lambda message: pickle.dumps(Command()))
+    monkeypatch.setattr(messages, "encode", lambda message: (pickle.dumps(Command()), ()))
     with pytest.raises((lp.Unavailable, pickle.UnpicklingError)):
         peer.tell(RequestStop())
         until(lambda: peer.connection.closed_reason)

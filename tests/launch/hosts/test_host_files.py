@@ -8,21 +8,21 @@ from typing import Any, cast
 import pytest
 
 from lp_pipe.errors import Unavailable
-from lp_pipe.launch.hosts.agent_link import AgentLink
-from lp_pipe.launch.hosts.shared_folder import warn_of_hosts_apart
+from lp_pipe.launch.hosts.agent_messages import SeesFile
+from lp_pipe.launch.hosts.host_files import warn_of_hosts_apart
+from lp_pipe.launch.supervision.peer import Peer
 
 
-class Link:
-    """To a host that answers, or is gone."""
+class Agent:
+    """An agent that answers, or is gone."""
 
     def __init__(self, sees: Callable[[str], Any]) -> None:
         self._sees = sees
 
-    def ask(self, method: str, path: str) -> "Future[bool]":
-        assert method == "sees"
+    def ask(self, question: SeesFile) -> "Future[bool]":
         answer: Future[bool] = Future()
         try:
-            answer.set_result(self._sees(path))
+            answer.set_result(self._sees(question.path))
         except Unavailable as error:
             answer.set_exception(error)
         return answer
@@ -33,8 +33,8 @@ def gone(path: str) -> bool:
 
 
 def said(caplog: pytest.LogCaptureFixture, run_dir: Path, **sees: Callable[[str], Any]) -> list[str]:
-    links = cast("dict[str, AgentLink]", {name: Link(one) for name, one in sees.items()})
-    warn_of_hosts_apart(run_dir, links)
+    agents = cast("dict[str, Peer]", {name: Agent(one) for name, one in sees.items()})
+    warn_of_hosts_apart(run_dir, agents)
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
