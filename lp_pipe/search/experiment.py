@@ -1,0 +1,246 @@
+"""An experiment: a program with a searcher and slots, and what can be read of it."""
+
+import hashlib
+import math
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+import lp_pipe as lp
+from lp_pipe.errors import LaunchError
+from lp_pipe.launch.run_dir import usual_runs
+from lp_pipe.search.searcher_node import Keep, SearcherNode, Settings
+from lp_pipe.search.searchers import Grid, Searcher
+from lp_pipe.search.space import Params, dimensions
+from lp_pipe.search.store import Reading, TrialRecord, read_only, rows_in
+from lp_pipe.search.trial import Slot, Trial
+
+_WITHOUT_LIMIT = 10**9
+_DEFINITION = "definition.pkl"
+
+
+@dataclass(frozen=True)
+class _Definition:
+    """What makes an experiment the same one when it is launched again."""
+
+    searcher: Searcher
+    space: str
+    code: str
+    seed: int
+
+
+class ExperimentProgram(lp.Program):
+    """The program of an experiment: an ordinary program that also knows its settings."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        super().__init__(name)
+        self.settings = settings
+
+
+def experiment(
+    name: str,
+    trial: Callable[[Trial], Any],
+    *,
+    space: Mapping[str, Any],
+    searcher: Searcher,
+    slots: int = 1,
+    seed: int = 0,
+    max_restarts: int = 5,
+    resources: lp.Resources | None = None,
+    keep: Keep | None = None,
+    folder: Path | str | None = None,
+) -> lp.Program:
+    """Return a program that runs trials in `slots` nodes, as the searcher's node says.
+
+    max_restarts: a trial fails when its slot dies more often in a row without a new row.
+    folder: of the experiment; default: experiments/NAME in the folder of all runs. Launching the program with the
+        folder of an unfinished experiment goes on with it.
+
+    Raises:
+        ValueError: `slots` is below 1, a name in the space is no str, or the space has no grid.
+        LaunchError: the folder has an experiment with another trial, space, searcher or seed.
+    """
+    if slots < 1:
+        raise ValueError(f"experiment {name!r}: slots must be at least 1, got slots={slots}")
+    if isinstance(searcher, Grid):
+        searcher = searcher.over(space)
+    path = Path(folder) if folder is not None else usual_runs() / "experiments" / name
+    definition = _Definition(searcher, repr(list(dimensions(space))), _digest(trial), seed)
+    _check_is_same(path, definition)
+    settings = Settings(path, searcher, dict(space), seed, slots, max_restarts, keep or Keep())
+    program = ExperimentProgram(name, settings)
+    with program.group("searcher", on_failure="restart", max_restarts=_WITHOUT_LIMIT):
+        node = program.add_node(lp.CourierNode(SearcherNode, settings))
+    with program.group("slots", resources, on_failure="restart", max_restarts=_WITHOUT_LIMIT):
+        for _ in range(slots):
+            program.add_node(lp.PyClassNode(Slot, node, trial, path, seed))
+    return program
+
+
+def preview(program: lp.Program) -> dict[int, int]:
+    """Return, for an experiment's program, how many trials end at each step if none fails."""
+    if not isinstance(program, ExperimentProgram):
+        raise ValueError(f"program {program.name!r} is no experiment: ls.experiment makes one")
+    return program.settings.searcher.preview()
+
+
+class Best(NamedTuple):
+    """The trial with the best value of all rows. checkpoint: the one of that step, if it was kept."""
+
+    trial: int
+    value: float
+    params: Params
+    checkpoint: Path | None
+
+
+class TrialSummary(NamedTuple):
+    """state: waiting, running, paused, finished, stopped, failed or invalid."""
+
+    id: int
+    params: Params
+    state: str
+    step: int
+    attempts: int
+    error: str | None
+    checkpoint: Path | None
+
+
+class Row(NamedTuple):
+    """One reported number. time: seconds since the epoch."""
+
+    trial: int
+    step: int
+    name: str
+    value: float
+    time: float
+    attempt: int
+
+
+class Experiment:
+    """What is committed of an experiment; it may be running. Every method reads the file anew."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._definition = _definition_in(folder)
+
+    def rows(self) -> list[Row]:
+        """Return all rows in commit order."""
+        with closing(read_only(self.folder)) as db:
+            return [Row(*row) for row in rows_in(db)]
+
+    def curves(self) -> dict[int, list[tuple[int, float]]]:
+        """Return (step, value) of the searcher's metric for each trial, in the order of steps."""
+        curves: dict[int, list[tuple[int, float]]] = {}
+        for row in self.rows():
+            if row.name == self._definition.searcher.metric:
+                curves.setdefault(row.trial, []).append((row.step, row.value))
+        return {trial: sorted(curve) for trial, curve in sorted(curves.items())}
+
+    def trials(self) -> list[TrialSummary]:
+        """Return every trial that has started, by id."""
+        searcher = self._definition.searcher
+        with closing(Reading(self.folder, searcher.metric)) as reading:
+            rows = reading.rows()
+            return [
+                TrialSummary(
+                    one.id,
+                    one.params,
+                    _state_of(one, searcher.may_go_on(rows, one.id), searcher.max_steps),
+                    one.newest,
+                    one.attempt,
+                    one.error,
+                    Path(one.checkpoint[0]) if one.checkpoint else None,
+                )
+                for one in sorted(reading.trials.values(), key=lambda one: one.id)
+            ]
+
+    def best(self) -> Best | None:
+        """Return the trial with the best value over all rows, ties by id; None if there is no number."""
+        searcher = self._definition.searcher
+        sign = 1.0 if searcher.mode == "min" else -1.0
+        with closing(Reading(self.folder, searcher.metric)) as reading:
+            values = [
+                (sign * value, one.id, step)
+                for one in reading.trials.values()
+                for step, value in one.values.items()
+                if not math.isnan(value)
+            ]
+            if not values:
+                return None
+            value, trial, step = min(values)
+            paths = [path for path, owner, at, _ in reading.checkpoints() if (owner, at) == (trial, step)]
+            return Best(trial, sign * value, reading.trials[trial].params, Path(paths[-1]) if paths else None)
+
+
+def open(name: Path | str) -> Experiment:
+    """Open an experiment by its folder, or by its name in the folder of all experiments.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    for folder in (Path(name), usual_runs() / "experiments" / name):
+        if (folder / _DEFINITION).exists():
+            return Experiment(folder)
+    raise FileNotFoundError(
+        f"there is no experiment {str(name)!r}, neither as a folder nor in {usual_runs() / 'experiments'}"
+    )
+
+
+def _state_of(record: TrialRecord, may_go_on: bool, max_steps: int | None) -> str:
+    if record.outcome:
+        return record.outcome
+    if record.slot is not None:
+        return "running"
+    if may_go_on:
+        return "waiting"
+    return "finished" if record.newest == max_steps else "stopped"
+
+
+def _check_is_same(folder: Path, definition: _Definition) -> None:
+    """Write the definition into a new experiment's folder; refuse another one in an old folder."""
+    try:
+        known = _definition_in(folder)
+    except FileNotFoundError:
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = folder / f".{_DEFINITION}.{os.getpid()}"
+        aside.write_bytes(cloudpickle.dumps(definition))
+        aside.replace(folder / _DEFINITION)
+        return
+    changed = [name for name, value in vars(definition).items() if vars(known)[name] != value]
+    if changed:
+        raise LaunchError(
+            f"{folder} holds an experiment with another {', '.join(changed)}: give this one another name or folder, or "
+            "delete the old one"
+        )
+
+
+def _definition_in(folder: Path) -> _Definition:
+    try:
+        definition: _Definition = pickle.loads((folder / _DEFINITION).read_bytes())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder} is no experiment: it has no {_DEFINITION}") from None
+    return definition
+
+
+def _digest(function: Callable[..., Any]) -> str:
+    """Return a digest of the function's instructions, which does not change with its place in the file."""
+    digest = hashlib.sha256(getattr(function, "__qualname__", type(function).__qualname__).encode())
+    code = getattr(function, "__code__", None)
+    codes = [code] if isinstance(code, CodeType) else []
+    while codes:
+        code = codes.pop()
+        digest.update(code.co_code)
+        digest.update(repr([code.co_names, code.co_varnames, code.co_freevars]).encode())
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                codes.append(constant)
+            else:
+                digest.update(repr(constant).encode())
+    return digest.hexdigest()

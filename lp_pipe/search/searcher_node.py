@@ -1,0 +1,220 @@
+"""The searcher's node: hands trials to slots, commits their reports, and ends the experiment."""
+
+import logging
+import shutil
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lp_pipe as lp
+from lp_pipe.errors import LpPipeError
+from lp_pipe.programs.waiting import Changes
+from lp_pipe.search.searchers import Searcher
+from lp_pipe.search.space import Params
+from lp_pipe.search.store import Store, TrialRecord
+
+_log = logging.getLogger(__name__)
+
+
+class AllTrialsFailed(LpPipeError, RuntimeError):
+    """No trial of the experiment has finished, and none is left to run."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay on the disk: those that any of the three numbers keeps.
+
+    experiment_best: the newest checkpoints of so many best trials. trial_best, trial_latest: of each trial.
+    """
+
+    experiment_best: int = 1
+    trial_best: int = 1
+    trial_latest: int = 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of an experiment that its searcher's node follows."""
+
+    folder: Path
+    searcher: Searcher
+    space: Mapping[str, Any]
+    seed: int
+    num_slots: int
+    max_restarts: int
+    keep: Keep
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A trial that a slot shall run now, and the state that it starts from."""
+
+    trial: int
+    params: Params
+    attempt: int
+    step: int
+    until_step: int | None
+    checkpoint: str | None
+
+
+@dataclass(frozen=True)
+class Directive:
+    """The searcher's reply to a report: whether the trial goes on in its slot, and until which step."""
+
+    goes_on: bool
+    until_step: int | None
+
+
+class SearcherNode:
+    """The node that alone writes the experiment's store. Its decisions follow from the committed rows.
+
+    Every call may be sent twice: a caller whose reply is lost calls again.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._searcher = settings.searcher
+        self._store = Store(settings.folder, self._searcher.metric)
+        self._changes = Changes()
+        self._incarnations: dict[int, str] = {}
+        self._is_paused = False
+        self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
+        self._over = threading.Event()
+        lp.register_stop_handler(self._over.set)
+        for record in self._running():
+            if record.slot is not None and record.slot >= settings.num_slots:  # an earlier launch had more slots
+                self._slot_died(record)
+
+    async def register(self, slot: int, incarnation: str) -> None:
+        """Take note of a slot that has started: what it ran before its death is free for other slots."""
+        if self._incarnations.get(slot) == incarnation:
+            return
+        self._incarnations[slot] = incarnation
+        for record in self._running():
+            if record.slot == slot:
+                self._slot_died(record)
+        self._changes.notify()
+
+    async def lease(self, slot: int) -> Lease | None:
+        """Wait for a trial that this slot should run; return None once the experiment is over, or the program stops."""
+        while True:
+            held = next((record for record in self._running() if record.slot == slot), None)
+            if held is not None:
+                return _lease_of(held)
+            if self._is_over():
+                self._over.set()
+                return None
+            running = [record.id for record in self._running()]
+            for work in [] if self._is_paused else self._searcher.next(self._store.rows(), running)[:1]:
+                known = self._store.trials.get(work.trial)
+                params = known.params if known else self._params(work.trial)
+                return _lease_of(self._store.begin(work.trial, params, slot, work.until_step))
+            if not await self._changes.wait():
+                return None
+
+    async def report(
+        self, trial: int, attempt: int, step: int, values: Mapping[str, float], checkpoint: str | None
+    ) -> Directive:
+        """Commit a step of a trial, and say whether it goes on.
+
+        Raises:
+            StaleAttempt: the trial was given to another slot.
+        """
+        record = self._store.report(trial, attempt, step, values, checkpoint)
+        if checkpoint is not None:
+            self._delete_checkpoints()
+        if record.until_step is not None and step >= record.until_step:
+            record.until_step = self._searcher.target(self._store.rows(), trial)
+            self._changes.notify()  # the report may have promoted other trials
+        goes_on = not self._is_paused and (record.until_step is None or step < record.until_step)
+        return Directive(goes_on, record.until_step)
+
+    async def release(self, trial: int, attempt: int) -> None:
+        """Take back a trial that has stopped where the searcher said."""
+        if self._is_held(trial, attempt):
+            self._store.release(trial, attempt)
+        self._changes.notify()
+
+    async def end(self, trial: int, attempt: int, outcome: Any, error: str | None) -> None:
+        """Take note that a trial's own code has ended by itself."""
+        if self._is_held(trial, attempt):
+            self._store.end(trial, attempt, outcome, error)
+            if error:
+                _log.warning("trial %d %s: %s", trial, outcome, error.strip().splitlines()[-1])
+        self._changes.notify()
+
+    async def pause(self) -> None:
+        """Stop every trial at its next report, and start none."""
+        self._is_paused = True
+        self._store.log_event("pause")
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        self._is_paused = False
+        self._store.log_event("resume")
+        self._changes.notify()
+
+    def run(self) -> None:
+        """Wait until no trial is left to run, then end the program.
+
+        Raises:
+            AllTrialsFailed: every trial has failed.
+        """
+        self._over.wait()
+        if lp.stop_event().is_set():
+            return
+        records = list(self._store.trials.values())
+        failed = [record for record in records if record.outcome == "failed"]
+        if failed and all(record.outcome in ("failed", "invalid") for record in records):
+            last = failed[-1].error or ""
+            raise AllTrialsFailed(f"all {len(failed)} trials failed; the last one, trial {failed[-1].id}:\n{last}")
+        lp.stop()
+
+    def _running(self) -> list[TrialRecord]:
+        return [record for record in self._store.trials.values() if record.slot is not None]
+
+    def _is_held(self, trial: int, attempt: int) -> bool:
+        record = self._store.trials[trial]
+        return record.attempt == attempt and record.slot is not None
+
+    def _is_over(self) -> bool:
+        return not self._running() and not self._searcher.next(self._store.rows())
+
+    def _params(self, trial: int) -> Params:
+        return self._searcher.params(self._settings.space, self._settings.seed, trial)
+
+    def _slot_died(self, record: TrialRecord) -> None:
+        attempt = record.attempt
+        self._store.slot_died(record)
+        if record.deaths > self._settings.max_restarts:
+            why = f"its slot died {record.deaths} times in a row without a new row (attempts up to {attempt})"
+            record.slot = -1
+            self._store.end(record.id, attempt, "failed", why)
+
+    def _delete_checkpoints(self) -> None:
+        kept, keep = set(), self._settings.keep
+        sign = 1.0 if self._searcher.mode == "min" else -1.0
+        found = self._store.checkpoints()
+        by_trial: dict[int, list[tuple[str, int, float | None]]] = {}
+        for path, trial, step, value in found:
+            by_trial.setdefault(trial, []).append((path, step, value))
+        newest_of_best = []
+        for trial, checkpoints in by_trial.items():
+            ranked = sorted((sign * value, path) for path, _, value in checkpoints if value is not None)
+            kept |= {path for path, _, _ in checkpoints[-max(1, keep.trial_latest) :]}
+            kept |= {path for _, path in ranked[: keep.trial_best]}
+            if ranked:
+                newest_of_best.append((ranked[0][0], trial, ranked[0][1]))
+        kept |= {path for _, _, path in sorted(newest_of_best)[: keep.experiment_best]}
+        for path, *_ in found:
+            if path not in kept:
+                self._store.forget_checkpoint(path)
+                self._deleting.submit(shutil.rmtree, path, True)
+
+
+def _lease_of(record: TrialRecord) -> Lease:
+    checkpoint = record.checkpoint[0] if record.checkpoint else None
+    return Lease(record.id, record.params, record.attempt, record.step, record.until_step, checkpoint)

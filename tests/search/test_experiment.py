@@ -1,0 +1,137 @@
+"""An experiment commits every row exactly once, and resumes trials from their checkpoints, in every mode."""
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lp_pipe as lp
+import lp_pipe.search as ls
+
+SPACE = {"lr": ls.log(1e-4, 1.0), "opt": {"decay": ls.uniform(0.0, 0.1), "name": "sgd"}}
+WITHIN_S = 60.0
+
+
+class Model:
+    """A state whose loss is a function of the parameters and the number of epochs."""
+
+    def __init__(self, params: dict[str, Any]) -> None:
+        self.rate, self.epochs = params["lr"], 0
+
+    def epoch(self) -> float:
+        self.epochs += 1
+        return abs(math.log10(self.rate) + 2.0) / self.epochs
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epochs = state["epochs"]
+
+
+def trial(t: ls.Trial) -> None:
+    model = Model(t.params)
+    t.restore(model)
+    for step in t.steps():
+        loss = model.epoch()
+        assert model.epochs == step
+        t.report({"loss": loss}, checkpoint=model)
+
+
+def trial_whose_slots_die(t: ls.Trial) -> None:
+    model = Model(t.params)
+    t.restore(model)
+    for step in t.steps():
+        if t.attempt == 1 and t.id % 2 == 0 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        t.report({"loss": model.epoch()}, checkpoint=model)
+
+
+HALVING = ls.Halving("loss", max_trials=8, max_steps=4, divisor=2)
+
+
+def committed(folder: Path) -> list[tuple[int, int, str, float]]:
+    return sorted(row[:4] for row in ls.open(folder).rows())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, int, str, float]]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    program = ls.experiment("undisturbed", trial, space=SPACE, searcher=HALVING, slots=1, folder=folder / "e")
+    lp.launch(program, "thread").wait(WITHIN_S)
+    return committed(folder / "e")
+
+
+def test_rows_do_not_depend_on_slots(undisturbed: list[tuple[int, int, str, float]], tmp_path: Path) -> None:
+    program = ls.experiment("many", trial, space=SPACE, searcher=HALVING, slots=4, folder=tmp_path)
+    assert ls.preview(program) == {1: 4, 2: 2, 4: 2}
+    lp.launch(program, "thread").wait(WITHIN_S)
+    assert committed(tmp_path) == undisturbed and len(undisturbed) == 4 + 2 * 2 + 2 * 4
+    found = ls.open(tmp_path)
+    best = found.best()
+    assert best is not None and best.checkpoint is not None and best.checkpoint.is_dir()
+    assert best.value == min(value for *_, value in undisturbed) and best.params == found.trials()[best.trial].params
+    assert sorted(one.state for one in found.trials()) == ["finished"] * 2 + ["stopped"] * 6
+    assert found.curves()[best.trial][-1] == (4, best.value)
+
+
+def test_slots_that_are_killed_lose_and_repeat_nothing(
+    undisturbed: list[tuple[int, int, str, float]], tmp_path: Path
+) -> None:
+    program = ls.experiment("killed", trial_whose_slots_die, space=SPACE, searcher=HALVING, slots=2, folder=tmp_path)
+    lp.launch(program, "process").wait(WITHIN_S)
+    assert committed(tmp_path) == undisturbed
+    assert any(one.attempts > 1 for one in ls.open(tmp_path).trials())
+
+
+def test_a_stopped_experiment_goes_on_where_it_was(
+    undisturbed: list[tuple[int, int, str, float]], tmp_path: Path
+) -> None:
+    def stops_the_program(t: ls.Trial) -> None:
+        model = Model(t.params)
+        t.restore(model)
+        for step in t.steps():
+            if (t.id, t.attempt, step) == (3, 1, 1):
+                lp.stop()
+            t.report({"loss": model.epoch()}, checkpoint=model)
+
+    def launched() -> None:
+        program = ls.experiment(
+            "on", stops_the_program, space=SPACE, searcher=HALVING, slots=2, folder=tmp_path / "experiment"
+        )
+        lp.launch(program, "thread").wait(WITHIN_S)
+
+    launched()
+    first = committed(tmp_path / "experiment")
+    assert len(first) < len(undisturbed)
+    launched()
+    assert committed(tmp_path / "experiment") == undisturbed
+
+
+def test_another_space_in_the_folder_is_refused(tmp_path: Path) -> None:
+    ls.experiment("one", trial, space=SPACE, searcher=HALVING, folder=tmp_path)
+    ls.experiment("one", trial, space=SPACE, searcher=HALVING, slots=3, folder=tmp_path)
+    with pytest.raises(lp.LaunchError, match="space"):
+        ls.experiment("one", trial, space={"lr": 1.0}, searcher=HALVING, folder=tmp_path)
+    with pytest.raises(lp.LaunchError, match="code"):
+        ls.experiment("one", trial_whose_slots_die, space=SPACE, searcher=HALVING, folder=tmp_path)
+
+
+def test_a_trial_that_raises_fails_and_the_others_go_on(tmp_path: Path) -> None:
+    def fails(t: ls.Trial) -> None:
+        if t.id == 2:
+            raise ArithmeticError("in trial 2")
+        if t.id == 1:
+            raise ls.InvalidParams("too wide")
+        trial(t)
+
+    searcher = ls.Random("loss", max_trials=4, max_steps=2)
+    lp.launch(ls.experiment("fails", fails, space=SPACE, searcher=searcher, slots=2, folder=tmp_path), "thread").wait(
+        WITHIN_S
+    )
+    states = {one.id: one.state for one in ls.open(tmp_path).trials()}
+    assert states == {0: "finished", 1: "invalid", 2: "failed", 3: "finished", 5: "finished"}
+    assert "in trial 2" in (ls.open(tmp_path).trials()[2].error or "")
