@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from lp_pipe.membership import Membership
 from lp_pipe.resources import Resources
 
 
@@ -58,6 +59,24 @@ class NodeServices(Protocol):
 
     def has_lost_state(self, address: str) -> bool:
         """Return whether the server that is about to listen at `address` lacks the state that it had there."""
+
+    def new_endpoint(self) -> str:
+        """Return an endpoint at which this node may listen, and that only those know whom it tells."""
+
+    def meet(self, group: str, generation: int, endpoint: bytes) -> "Future[Membership]":
+        """Return the members of this node's group, once all its live nodes have asked to meet.
+
+        A node that is being restarted counts as live. The number of the new generation is the largest that was asked
+        for, and larger than that of the last one. Unavailable when the program stops.
+
+        endpoint: what the other members are told of this node.
+        """
+
+    def generation_over(self, group: str, generation: int) -> "Future[str]":
+        """Return a future that is done, with the reason, once this generation of the group is over.
+
+        It is when a member has ended, or a node of the group asks to meet.
+        """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         """Send numbers to the run's metrics file and displays."""

@@ -114,6 +114,10 @@ class NonFiniteError(PipelineError):
     order: tuple[int, ...] = ()
 
 
+class CollectiveMismatch(LpPipeError):
+    """The ranks of a group are in different collective operations: another call, op, root, shape, dtype or order."""
+
+
 class EndOfData(LpPipeError, EOFError):
     """The feeder returned None: there is no batch for this step."""
 

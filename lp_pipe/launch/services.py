@@ -31,6 +31,9 @@ class LocalServices(MessageServices):
     def endpoint_for(self, address: str) -> str:
         return self._coordinator.endpoint_for(address)
 
+    def new_endpoint(self) -> str:
+        return self._coordinator.new_endpoint()
+
     def resolve(self, address: str) -> "Future[str]":
         return super().resolve(address) if self._owner.is_here else no_endpoint()
 
@@ -67,6 +70,15 @@ class _OutsideOfNodes:
 
     def has_lost_state(self, address: str) -> NoReturn:
         raise RuntimeError("only a node can serve an address of the program")
+
+    def new_endpoint(self) -> NoReturn:
+        raise RuntimeError("only a node can listen at an endpoint of the program")
+
+    def meet(self, group: str, generation: int, endpoint: bytes) -> NoReturn:
+        raise RuntimeError("only a node can meet the members of its group")
+
+    def generation_over(self, group: str, generation: int) -> NoReturn:
+        raise RuntimeError("only a node can meet the members of its group")
 
     def inner_nodes_ended(self, colocation: str) -> NoReturn:
         raise RuntimeError("only a colocation has inner nodes")

@@ -1,6 +1,7 @@
 """The one object that knows the whole program: addresses, states, exits, the first failure, the stop."""
 
 import logging
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from lp_pipe.errors import NodeError, Unavailable
 from lp_pipe.launch.coordination.call_rate import CallRate
 from lp_pipe.launch.coordination.directory import Directory
 from lp_pipe.launch.coordination.first_failure import ECHO_PATIENCE_S
+from lp_pipe.launch.coordination.meetings import Meetings
 from lp_pipe.launch.coordination.node_lifecycle import NodeLifecycles, Order
 from lp_pipe.launch.coordination.ports import Ports
 from lp_pipe.launch.coordination.record import NodeRecord
@@ -16,6 +18,7 @@ from lp_pipe.launch.coordination.settling import Settlement, SettlingLock
 from lp_pipe.launch.plan.launch_plan import LaunchPlan
 from lp_pipe.launch.supervision import messages
 from lp_pipe.launch.supervision.messages import Failure, Notice, Question
+from lp_pipe.membership import Membership
 from lp_pipe.telemetry.events import EventLog
 from lp_pipe.telemetry.metrics import MetricsLog
 from lp_pipe.telemetry.tracebacks import fold_traceback
@@ -47,10 +50,11 @@ class Coordinator:
         self._metrics = metrics
         self._lifecycles = NodeLifecycles(plan.nodes, self._withdraw_all)
         self._directory = Directory()
+        self._meetings = Meetings(self._lifecycles.nodes, self._why_stopping)
         self._inner_ended: list[tuple[str, Future[str]]] = []  # by colocation: what waits for its inner nodes
         self._reserve_port = reserve_port or Ports().reserve
         self._takers = self._table()
-        self._settling = SettlingLock(self._inner_settled)
+        self._settling = SettlingLock(self._settled_by_change)
         self._lock, self._changed = self._settling.lock, self._settling.changed
         self._changing = self._settling.changing
         self._hurry = False
@@ -103,6 +107,8 @@ class Coordinator:
         on(messages.InnerNodesEnded, lambda node_id, message: self.inner_nodes_ended(message.colocation))
         on(messages.StopInnerNodes, lambda node_id, message: self.stop_inner_nodes(message.colocation))
         on(messages.RequestStop, lambda node_id, message: self.request_stop())
+        on(messages.Meet, self.meet)
+        on(messages.WatchGeneration, lambda node_id, message: self.generation_over(message.group, message.generation))
         on(messages.Hear, lambda node_id, message: "")  # all messages of one node come in order
         on(messages.LogMetrics, lambda node_id, message: self.log_metrics(node_id, message.values, message.step))
         on(messages.LogEvent, lambda node_id, message: self.log_event(node_id, message.event, message.step))
@@ -178,6 +184,25 @@ class Coordinator:
         """Return whether the server that is about to listen there was started again without such state."""
         with self._lock:
             return self._directory.has_lost_state(address)
+
+    def new_endpoint(self) -> str:
+        """Return an endpoint of no address, for a node that tells the others itself where it listens."""
+        return self._endpoint_of(uuid.uuid4().hex[:16])
+
+    def meet(self, node_id: str, asked: messages.Meet) -> "Future[Membership]":
+        """Return a future of the members of the node's group, once all its live nodes have asked."""
+        future: Future[Membership] = Future()
+        with self._changing():
+            settlements = self._meetings.ask(node_id, asked.group, asked.generation, asked.endpoint, future)
+            self._settling.settle(settlements)
+        return future
+
+    def generation_over(self, group: str, generation: int) -> "Future[str]":
+        """Return a future of the reason for which this generation of the group is over, once it is."""
+        over: Future[str] = Future()
+        with self._changing():
+            self._settling.settle(self._meetings.watch(group, generation, over))
+        return over
 
     def inner_nodes_ended(self, colocation: str) -> "Future[str]":
         """Return a future that is done once all inner nodes of a MultiProcessingColocation are down."""
@@ -390,6 +415,17 @@ class Coordinator:
             return Unavailable(self._lifecycles.why_gone(record))
         return None
 
+    def _why_stopping(self) -> str:
+        """Return why the program stops; "" while it goes on."""
+        if not self._lifecycles.stop_requested and not self._is_over:
+            return ""
+        first = self._lifecycles.first_failure.first
+        cause = "" if first is None else f", because node {first[0].node_id} failed: {first[1].summary}"
+        return f"program {self.plan.program!r} stops{cause}"
+
+    def _settled_by_change(self) -> list[Settlement]:
+        return [*self._inner_settled(), *self._meetings.settled()]
+
     def _inner_settled(self) -> list[Settlement]:
         ended = [
             item
@@ -413,6 +449,7 @@ class Coordinator:
             self._told_ends.add(node_id)
             self.note_event("end", node_id, state=record.state.word)
         self._directory.withdraw(record.spec.addresses)
+        self._settling.settle(self._meetings.leave(record))
         if record.state.will_restart:
             self._settling.settle(self._directory.lose_state(record.spec.addresses, record.spec.node_id))
         if not record.may_register:

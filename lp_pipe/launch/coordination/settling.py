@@ -4,22 +4,22 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Settlement(NamedTuple):
-    """A future that waited for a server, and its outcome; carried out without any lock, for callbacks run then."""
+    """A future and its outcome, a value or an error; carried out without any lock, for callbacks run then."""
 
-    future: "Future[str]"
-    outcome: str | Exception
+    future: "Future[Any]"
+    outcome: Any
 
     def carry_out(self) -> None:
         if not self.future.set_running_or_notify_cancel():
             return
-        if isinstance(self.outcome, str):
-            self.future.set_result(self.outcome)
-        else:
+        if isinstance(self.outcome, Exception):
             self.future.set_exception(self.outcome)
+        else:
+            self.future.set_result(self.outcome)
 
 
 class SettlingLock:

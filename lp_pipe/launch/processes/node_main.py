@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import traceback
+import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -105,6 +106,9 @@ class Supervision(MessageServices):
 
     def endpoint_for(self, address: str) -> str:
         return self._endpoint_prefix + address
+
+    def new_endpoint(self) -> str:
+        return self._endpoint_prefix + uuid.uuid4().hex[:16]
 
     def register(self, address: str, endpoint: str) -> None:
         super().register(address, run_endpoints.endpoint_to_register(endpoint))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from lp_pipe.connections.frames import Piece
+from lp_pipe.membership import Membership
 from lp_pipe.telemetry.waits import Activity, PoolStatus
 
 R = TypeVar("R")
@@ -142,6 +143,23 @@ class StopInnerNodes(Notice):
 @dataclass(frozen=True)
 class RequestStop(Notice):
     """Request an ordered stop of the program."""
+
+
+@dataclass(frozen=True)
+class Meet(Question[Membership]):
+    """The members of the node's group, once all its live nodes have asked for this generation or a later one."""
+
+    group: str
+    generation: int
+    endpoint: bytes
+
+
+@dataclass(frozen=True)
+class WatchGeneration(Question[str]):
+    """The reason for which this generation of the group is over, once it is."""
+
+    group: str
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -290,7 +308,7 @@ _LOADED: dict[tuple[str, str], type] = {
     (kind.__module__, kind.__qualname__): kind
     for kind in [
         *(found for found in list(globals().values()) if isinstance(found, type) and found.__module__ == __name__),
-        *(Activity, PoolStatus),
+        *(Activity, PoolStatus, Membership),
     ]
 }
 

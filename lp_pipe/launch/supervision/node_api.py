@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar
 
 from lp_pipe.launch.supervision import messages
 from lp_pipe.launch.supervision.messages import Notice, Question
+from lp_pipe.membership import Membership
 from lp_pipe.telemetry.metrics import as_numbers
 
 R = TypeVar("R")
@@ -69,6 +70,12 @@ class MessageServices:
 
     def stop_inner_nodes(self, colocation: str) -> None:
         self._tell(messages.StopInnerNodes(colocation))
+
+    def meet(self, group: str, generation: int, endpoint: bytes) -> "Future[Membership]":
+        return self._ask(messages.Meet(group, generation, endpoint))
+
+    def generation_over(self, group: str, generation: int) -> "Future[str]":
+        return self._ask(messages.WatchGeneration(group, generation))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         values, step = as_numbers(metrics, step)

@@ -1,0 +1,1 @@
+"""Collective operations among the nodes of a group, whose members may change."""

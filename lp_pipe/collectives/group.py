@@ -1,0 +1,178 @@
+"""A group of nodes that has met: its members and their collective operations, on pytrees of tensors."""
+
+import json
+import os
+import uuid
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lp_pipe.collectives.backend import Backend
+from lp_pipe.collectives.inproc import InprocBackend
+from lp_pipe.connections import inproc
+from lp_pipe.context import context
+from lp_pipe.membership import Membership
+from lp_pipe.private_torch import pytree
+from lp_pipe.telemetry import waits
+
+
+class Endpoint(NamedTuple):
+    """What each member tells the others. token: differs at each meeting."""
+
+    pid: int
+    is_thread: bool
+    token: str
+
+    @classmethod
+    def own(cls) -> "Endpoint":
+        is_thread = context().services.new_endpoint().startswith(inproc.SCHEME)
+        return cls(os.getpid(), is_thread, uuid.uuid4().hex)
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Endpoint":
+        return cls(*json.loads(data))
+
+
+class Group:
+    """The members of one generation, with the backend that joins them."""
+
+    def __init__(self, membership: Membership, backend: Backend) -> None:
+        self.membership = membership
+        self.backend = backend
+
+    @classmethod
+    def meet(cls, group: str, generation: int = 0, backend: str = "auto") -> "Group":
+        """Wait until all live nodes of this node's group have asked to meet; return the group.
+
+        Its operations raise GenerationOver once a member has ended, or a node of the group asks to meet.
+
+        generation: the least number of the new generation.
+        backend: "inproc", "shm", "direct", "gloo" or "nccl"; "auto": the fastest exact one.
+
+        Raises:
+            Unavailable: the program stops.
+            ValueError: the backend cannot join these members.
+        """
+        node = context()
+        with waits.waiting(waits.RESOLVE, waits.Target("", "", f"group {group!r}"), "meet"):
+            membership = node.services.meet(group, generation, Endpoint.own().to_bytes()).result()
+        found = cls(membership, open_backend(membership, backend))
+        over = node.services.generation_over(group, membership.generation)
+        over.add_done_callback(found._on_over)
+        node.exit_stack.callback(found.close)
+        return found
+
+    @property
+    def rank(self) -> int:
+        return self.membership.rank
+
+    @property
+    def generation(self) -> int:
+        return self.membership.generation
+
+    @property
+    def world_size(self) -> int:
+        return self.membership.world_size
+
+    def all_reduce(self, tree: Any, op: str = "sum") -> Any:
+        """Return the reduced tensors, in the structure of `tree`."""
+        return self._on_buffers(tree, partial(self.backend.all_reduce, op=op))
+
+    def broadcast(self, tree: Any, root: int = 0) -> Any:
+        """Return the tensors of rank `root`."""
+        return self._on_buffers(tree, partial(self.backend.broadcast, root=root))
+
+    def all_gather(self, tree: Any) -> Any:
+        """Return the tensors of all ranks, stacked in a new dimension 0."""
+        return pytree.tree_map(self._gathered, tree)
+
+    def reduce_scatter(self, tree: Any, op: str = "sum") -> Any:
+        """Return part `rank` of the reduced tensors, which are cut in dimension 0."""
+        return pytree.tree_map(partial(self._scattered, op=op), tree)
+
+    def all_to_all(self, tree: Any) -> Any:
+        """Return part `rank` of each rank's tensors, which are cut in dimension 0, in rank order."""
+        return pytree.tree_map(self._exchanged, tree)
+
+    def barrier(self) -> None:
+        self.backend.barrier()
+
+    def agree(self, value: int) -> bool:
+        """Return whether all members gave the same value. Whoever gets True knows that all have arrived."""
+        return self.backend.agree(value)
+
+    def abort(self, reason: str) -> None:
+        """Make calls in progress and later ones raise GenerationOver. May be called by any thread."""
+        self.backend.abort(reason)
+
+    def close(self) -> None:
+        self.backend.close()
+
+    def _on_over(self, over: Any) -> None:
+        error = over.exception()
+        self.abort(str(error) if error is not None else over.result())
+
+    def _on_buffers(self, tree: Any, operate: Callable[[Tensor], None]) -> Any:
+        """Copy the tensors into one buffer for each dtype, on which `operate` works; return views of the buffers."""
+        leaves, structure = pytree.tree_flatten(tree)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, leaf in enumerate(leaves):
+            by_kind.setdefault((leaf.dtype, leaf.device), []).append(index)
+        for (dtype, device), indices in by_kind.items():
+            buffer = self._empty(sum(leaves[index].numel() for index in indices), dtype, device)
+            views = buffer.split([leaves[index].numel() for index in indices])
+            for index, view in zip(indices, views, strict=True):
+                shaped = view.view(leaves[index].shape)
+                shaped.copy_(leaves[index].detach())
+                leaves[index] = shaped
+            operate(buffer)
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        whole = self._empty(self.world_size * tensor.numel(), tensor.dtype, tensor.device)
+        self.backend.all_gather(whole, tensor.detach().contiguous())
+        return whole.view(self.world_size, *tensor.shape)
+
+    def _scattered(self, tensor: Tensor, op: str) -> Tensor:
+        shape = self._part_shape(tensor)
+        part = self._empty(tensor.numel() // self.world_size, tensor.dtype, tensor.device)
+        self.backend.reduce_scatter(part, tensor.detach().contiguous(), op)
+        return part.view(shape)
+
+    def _exchanged(self, tensor: Tensor) -> Tensor:
+        self._part_shape(tensor)
+        whole = self._empty(tensor.numel(), tensor.dtype, tensor.device)
+        self.backend.all_to_all(whole, tensor.detach().contiguous())
+        return whole.view(tensor.shape)
+
+    def _part_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        if not tensor.dim() or tensor.shape[0] % self.world_size:
+            raise ValueError(
+                f"dimension 0 must have {self.world_size} equal parts, one for each rank, got shape "
+                f"{list(tensor.shape)}"
+            )
+        return tensor.shape[0] // self.world_size, *tensor.shape[1:]
+
+    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        on_host = device.type == "cpu"
+        return self.backend.empty(numel, dtype) if on_host else torch.empty(numel, dtype=dtype, device=device)
+
+
+def open_backend(membership: Membership, name: str) -> Backend:
+    """Open the backend of this name for these members.
+
+    Raises:
+        ValueError: it does not exist, or cannot join them.
+    """
+    members = [Endpoint.from_bytes(endpoint) for endpoint in membership.endpoints]
+    if name == "auto" or name == "inproc":
+        if len({member.pid for member in members}) == 1:
+            return InprocBackend(membership)
+        raise ValueError("backend 'inproc' joins threads of one process")
+    raise ValueError(f"backend {name!r} is unknown")

@@ -1,0 +1,157 @@
+"""Collective operations among ranks that see each other's tensors: threads of a process, processes of a host.
+
+all_reduce        rank 0             rank 1                    x_r: the tensor of rank r
+  arrive          ─────────── all tensors are complete ──────
+  reduce          part 0 of x_0, x_1  part 1 of x_0, x_1       in rank order, written to this part of all tensors
+  arrive          ─────────── all parts are written ─────────
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lp_pipe.collectives.backend import Backend, Call, reducing
+
+_PIECE_BYTES = 128 << 10  # the operands of one addition stay in the processor's cache
+_LINE = 64  # elements: no two ranks write to one cache line
+
+_BARRIER = Call("barrier")
+_AGREE = Call("agree")
+_LEAVE = Call("leave")  # the second half of an operation
+
+Parts = Sequence[Tensor]  # the same piece of all ranks' tensors, in rank order
+
+
+class SharedMemoryBackend(Backend):
+    """The operations; a subclass lets ranks wait for each other and see each other's tensors."""
+
+    is_exact: ClassVar[bool] = True
+
+    @abstractmethod
+    def _arrive(self, call: Call, shown: Any) -> Sequence[Any]:
+        """Wait until all ranks are in this call; return what they have shown, in rank order.
+
+        Raises:
+            GenerationOver: not all will come.
+            CollectiveMismatch: another rank is in another call.
+        """
+
+    @abstractmethod
+    def _shared(self, flat: Tensor) -> Tensor:
+        """Return the tensor itself if other ranks can see its memory, else a copy that they can see."""
+
+    @abstractmethod
+    def _show(self, shared: Tensor) -> Any:
+        """Return what tells other ranks where a tensor of `_shared` is."""
+
+    @abstractmethod
+    def _see(self, shown: Sequence[Any], numel: int, dtype: torch.dtype) -> Parts:
+        """Return the tensors that all ranks have shown."""
+
+    def _pieces(self, shown: Sequence[Any], numel: int, dtype: torch.dtype) -> Sequence[Parts]:
+        """Return the pieces of this rank's part of the tensors that all ranks have shown."""
+        tensors = self._see(shown, numel, dtype)
+        per_rank = -(-numel // self.world_size // _LINE) * _LINE if numel else 0
+        start, end = (min(numel, rank * per_rank) for rank in (self.rank, self.rank + 1))
+        return list(_cut(tensors, start, end, dtype.itemsize))
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", call: Call | None = None) -> None:
+        dtype = tensor.dtype
+        reduce, divisor = reducing(op, dtype), self.world_size if op == "mean" else 1
+        flat = _flat(tensor)
+        shared = self._shared(flat)
+        call = call or Call("all_reduce", op, dtype, tuple(tensor.shape))
+        for parts in self._pieces(self._arrive(call, self._show(shared)), len(flat), dtype):
+            total, *others = parts
+            for other in others:
+                reduce(total, other, out=total)
+            if divisor > 1:
+                total.div_(divisor)
+            for other in others:
+                other.copy_(total)
+        self._arrive(_LEAVE, None)
+        if shared is not flat:
+            flat.copy_(shared)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: str = "sum", call: Call | None = None) -> None:
+        dtype, count = input.dtype, output.numel()
+        reduce, divisor = reducing(op, dtype), self.world_size if op == "mean" else 1
+        _check_parts("reduce_scatter", input, output, self.world_size)
+        flat, result = self._shared(_flat(input)), _flat(output)
+        call = call or Call("reduce_scatter", op, dtype, tuple(input.shape))
+        tensors = self._see(self._arrive(call, self._show(flat)), len(flat), dtype)
+        start = self.rank * count
+        at = 0
+        for parts in _cut(tensors, start, start + count, dtype.itemsize):
+            total = parts[0].clone()  # `output` may be a part of `input`
+            for other in parts[1:]:
+                reduce(total, other, out=total)
+            if divisor > 1:
+                total.div_(divisor)
+            result[at : at + len(total)].copy_(total)
+            at += len(total)
+        self._arrive(_LEAVE, None)
+
+    def all_gather(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
+        _check_parts("all_gather", output, input, self.world_size)
+        flat = self._shared(_flat(input))
+        call = call or Call("all_gather", "", input.dtype, tuple(input.shape))
+        tensors = self._see(self._arrive(call, self._show(flat)), len(flat), input.dtype)
+        for part, tensor in zip(_flat(output).chunk(self.world_size), tensors, strict=False):
+            part.copy_(tensor)
+        self._arrive(_LEAVE, None)
+
+    def broadcast(self, tensor: Tensor, root: int, call: Call | None = None) -> None:
+        if not 0 <= root < self.world_size:
+            raise ValueError(f"broadcast: root must be a rank below {self.world_size}, got {root}")
+        flat = _flat(tensor)
+        shared = self._shared(flat) if self.rank == root else None
+        call = call or Call("broadcast", "", tensor.dtype, tuple(tensor.shape), root)
+        shown = self._arrive(call, None if shared is None else self._show(shared))
+        if shared is None:
+            flat.copy_(self._see([shown[root]], len(flat), tensor.dtype)[0])
+        self._arrive(_LEAVE, None)
+
+    def all_to_all(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
+        if output.numel() != input.numel() or input.numel() % self.world_size:
+            raise ValueError(
+                f"all_to_all: input and output must have {self.world_size} equal parts, got {input.numel()} and "
+                f"{output.numel()} elements"
+            )
+        flat = self._shared(_flat(input))
+        call = call or Call("all_to_all", "", input.dtype, tuple(input.shape))
+        tensors = self._see(self._arrive(call, self._show(flat)), len(flat), input.dtype)
+        count = len(flat) // self.world_size
+        result, start = _flat(output), self.rank * count
+        for rank, tensor in enumerate(tensors):
+            result[rank * count : (rank + 1) * count].copy_(tensor[start : start + count])
+        self._arrive(_LEAVE, None)
+
+    def barrier(self, call: Call | None = None) -> None:
+        self._arrive(call or _BARRIER, None)
+
+    def agree(self, value: int, call: Call | None = None) -> bool:
+        values = self._arrive(call or _AGREE, value)
+        return all(other == value for other in values)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the tensor as it lies in memory, without its gradient."""
+    return (tensor.detach() if tensor.requires_grad else tensor).view(-1)
+
+
+def _cut(tensors: Parts, start: int, end: int, itemsize: int) -> Iterator[Parts]:
+    length = _PIECE_BYTES // itemsize
+    for at in range(start, end, length):
+        yield [tensor[at : min(end, at + length)] for tensor in tensors]
+
+
+def _check_parts(name: str, whole: Tensor, part: Tensor, count: int) -> None:
+    if whole.numel() != count * part.numel() or whole.dtype != part.dtype:
+        raise ValueError(
+            f"{name}: one tensor must have {count} times the elements of the other and the same dtype, got "
+            f"{whole.numel()} of {whole.dtype} and {part.numel()} of {part.dtype}"
+        )

@@ -1,0 +1,24 @@
+"""The members of one generation of a group of nodes, in rank order."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The live nodes of a group at the moment at which all of them had asked to meet (`NodeServices.meet`).
+
+    generation: grows with each change of the group's members.
+    rank: of this node.
+    members: node ids, in rank order.
+    endpoints: what each member gave to `meet`, in rank order.
+    """
+
+    group: str
+    generation: int
+    rank: int
+    members: tuple[str, ...]
+    endpoints: tuple[bytes, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members)

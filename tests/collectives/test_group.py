@@ -1,0 +1,67 @@
+"""The nodes of a launched program meet, compute together, and learn of each other's ends, as threads and processes."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lp_pipe as lp
+from lp_pipe.collectives.backend import GenerationOver
+from lp_pipe.collectives.group import Group
+
+WITHIN_S = 20.0
+
+
+def program_of(count: int, function: Any, *args: Any, **options: Any) -> lp.Program:
+    program = lp.Program("collectives")
+    with program.group("ranks", **options):
+        for _ in range(count):
+            program.add_node(lp.PyNode(function, *args))
+    return program
+
+
+def reduce_once(folder: Path) -> None:
+    group = Group.meet("ranks")
+    total = group.all_reduce({"a": torch.full((3,), float(group.rank)), "b": torch.tensor([group.rank])})
+    (folder / str(group.rank)).write_text(f"{total['a'].tolist()} {total['b'].tolist()}")
+    group.barrier()
+
+
+@pytest.mark.parametrize("mode", ["thread"])
+def test_nodes_meet_and_add_up(launched: Any, mode: str, tmp_path: Path) -> None:
+    launched(program_of(2, reduce_once, tmp_path), mode).wait(WITHIN_S)
+    assert [(tmp_path / name).read_text() for name in "01"] == ["[1.0, 1.0, 1.0] [1]"] * 2
+
+
+def die_in_the_first_generation(folder: Path, how: str) -> None:
+    group = Group.meet("ranks")
+    if group.generation == 0 and group.rank == 1:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("no luck")
+    while group.generation == 0:
+        try:
+            group.barrier()
+        except GenerationOver as error:
+            assert "ranks/1" in str(error)
+            group = Group.meet("ranks", group.generation + 1)
+    total = group.all_reduce(torch.ones(2))
+    (folder / str(group.membership.members[group.rank][-1])).write_text(f"{total.tolist()}")
+    group.barrier()
+
+
+@pytest.mark.parametrize(
+    ("mode", "how", "on_failure", "left"),
+    [("thread", "raise", "ignore", "02"), ("thread", "raise", "restart", "012")],
+)
+def test_survivors_of_a_death_meet_again(
+    launched: Any, mode: str, how: str, on_failure: str, left: str, tmp_path: Path
+) -> None:
+    options = {"on_failure": on_failure, "max_restarts": 1} if on_failure == "restart" else {"on_failure": on_failure}
+    launched(program_of(3, die_in_the_first_generation, tmp_path, how, **options), mode).wait(WITHIN_S)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.name.isdigit()} == {
+        name: f"[{len(left)}.0, {len(left)}.0]" for name in left
+    }
