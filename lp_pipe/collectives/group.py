@@ -40,7 +40,11 @@ class Endpoint(NamedTuple):
 
 
 class Group:
-    """The members of one generation, with the backend that joins them."""
+    """The members of one generation, with the backend that joins them.
+
+    Operations take and return pytrees of tensors; results are new tensors. `backend` has those on single tensors, and
+    `barrier`, `agree` and `abort`.
+    """
 
     def __init__(self, membership: Membership, backend: Backend) -> None:
         self.membership = membership
@@ -65,7 +69,7 @@ class Group:
         found = cls(membership, open_backend(membership, backend))
         over = node.services.generation_over(group, membership.generation)
         over.add_done_callback(found._on_over)
-        node.exit_stack.callback(found.close)
+        node.exit_stack.callback(found.backend.close)
         return found
 
     @property
@@ -100,23 +104,9 @@ class Group:
         """Return part `rank` of each rank's tensors, which are cut in dimension 0, in rank order."""
         return pytree.tree_map(self._exchanged, tree)
 
-    def barrier(self) -> None:
-        self.backend.barrier()
-
-    def agree(self, value: int) -> bool:
-        """Return whether all members gave the same value. Whoever gets True knows that all have arrived."""
-        return self.backend.agree(value)
-
-    def abort(self, reason: str) -> None:
-        """Make calls in progress and later ones raise GenerationOver. May be called by any thread."""
-        self.backend.abort(reason)
-
-    def close(self) -> None:
-        self.backend.close()
-
     def _on_over(self, over: Any) -> None:
         error = over.exception()
-        self.abort(str(error) if error is not None else over.result())
+        self.backend.abort(str(error) if error is not None else over.result())
 
     def _on_buffers(self, tree: Any, operate: Callable[[Tensor], None]) -> Any:
         """Copy the tensors into one buffer for each dtype, on which `operate` works; return views of the buffers."""

@@ -27,7 +27,7 @@ def reduce_once(folder: Path) -> None:
     group = Group.meet("ranks")
     total = group.all_reduce({"a": torch.full((3,), float(group.rank)), "b": torch.tensor([group.rank])})
     (folder / str(group.rank)).write_text(f"{total['a'].tolist()} {total['b'].tolist()}")
-    group.barrier()
+    group.backend.barrier()
 
 
 @pytest.mark.parametrize("mode", ["thread"])
@@ -44,13 +44,13 @@ def die_in_the_first_generation(folder: Path, how: str) -> None:
         raise ValueError("no luck")
     while group.generation == 0:
         try:
-            group.barrier()
+            group.backend.barrier()
         except GenerationOver as error:
             assert "ranks/1" in str(error)
             group = Group.meet("ranks", group.generation + 1)
     total = group.all_reduce(torch.ones(2))
     (folder / str(group.membership.members[group.rank][-1])).write_text(f"{total.tolist()}")
-    group.barrier()
+    group.backend.barrier()
 
 
 @pytest.mark.parametrize(
