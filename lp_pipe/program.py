@@ -97,8 +97,9 @@ class Program:
 
         on_failure: what a node's failure (exception, exit, kill) means.
             "stop": the program ends, and `wait()` raises it.
-            "restart": the node starts from its constructor again after 0.1 s, doubled each time, at most 5 s; at most
-                `max_restarts` times, then as with "stop". Calls in progress raise Unavailable, new ones wait for it.
+            "restart": the node starts from its constructor again after 0.1 s, doubled each time, at most 5 s (from
+                0.1 s again once it had served for longer than that, or was up for 5 s); at most `max_restarts` times,
+                then as with "stop". Calls in progress raise Unavailable, new ones wait for it.
             "ignore": noted in status and log; the others go on, and calls to the node raise Unavailable.
             A colocation fails, restarts and ends as a whole.
         on_hang: what happens to a node that has made no progress for `launch(hang_after=…)` seconds: its process does

@@ -15,7 +15,7 @@ class _Launched(Protocol):
 
     def wait(self) -> None: ...
 
-    def stop_unfinished(self) -> None: ...
+    def stop_unfinished(self, error: BaseException | None = None) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -51,21 +51,22 @@ def _end_runs() -> None:
         if status:
             atexit.register(_exit_with, status)
         return
+    error = None if _is_interactive() else getattr(sys, "last_value", None)
     for run in list(active_runs):
-        run.stop_unfinished()
+        run.stop_unfinished(error)
     stop_active_runs()
 
 
 def _is_at_end_of_script() -> bool:
     """Return whether a script's main module has run to its end: no traceback, no prompt, no test runner."""
     main = sys.modules.get("__main__")
-    is_interactive = hasattr(sys, "ps1") or sys.flags.interactive or _is_notebook()
-    return main is not None and not (hasattr(sys, "last_value") or is_interactive or _is_test_runner(main))
+    return main is not None and not (hasattr(sys, "last_value") or _is_interactive() or _is_test_runner(main))
 
 
-def _is_notebook() -> bool:
+def _is_interactive() -> bool:
     ipython = sys.modules.get("IPython")
-    return ipython is not None and ipython.get_ipython() is not None
+    is_notebook = ipython is not None and ipython.get_ipython() is not None
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or is_notebook
 
 
 def _is_test_runner(main: ModuleType) -> bool:

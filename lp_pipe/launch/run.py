@@ -71,6 +71,7 @@ class Run:
         self._interrupts = Interrupts(lambda: coordinator.request_stop(hurry=True), host.suspend)
         self._services = LauncherServices(coordinator, host, self._interrupts.deferred)
         self._debuggers = LocalDebuggers(coordinator.plan.run_dir, console.suspended)
+        self._script_error: BaseException | None = None  # has ended the script, or the body of `with`
         self.has_raised_failure = False
         self.has_faulty_connections = fault_injection.is_enabled()
         publish(coordinator.plan.owners, self._services)
@@ -176,8 +177,12 @@ class Run:
         with self._interrupts.deferred():
             return self._coordinator.request_stop(hurry, from_outside=True)
 
-    def stop_unfinished(self) -> None:
-        """Request the stop for an interpreter that ends, and name the nodes that were up in a warning."""
+    def stop_unfinished(self, error: BaseException | None = None) -> None:
+        """Request the stop for an interpreter that ends, and name the nodes that were up in a warning.
+
+        error: the uncaught exception of the script.
+        """
+        self._script_error = error
         up = self._coordinator.nodes_up()
         if self.request_stop():
             names = ", ".join(up[:_NAMED_AT_MOST]) + (", …" if len(up) > _NAMED_AT_MOST else "")
@@ -264,6 +269,7 @@ class Run:
     ) -> None:
         if not self._owner.is_here:
             return
+        self._script_error = error
         with self._interrupts.deferred():  # or the wait for a failure could keep the lock that the stop needs
             try:
                 self._services.first_failure()  # of a process that has died by now: the stop is not what ended it
@@ -336,6 +342,8 @@ class Run:
             return Outcome("interrupted", 128 + self.interrupted_by, failure)
         if failure:
             return Outcome("failed", 1, failure)
+        if isinstance(self._script_error, Exception) and self._coordinator.was_stopped_from_outside:
+            return Outcome("failed", 1, f"the launching script: {failure_from(self._script_error).summary}")
         return Outcome("stopped" if self._coordinator.was_stopped_from_outside else "done", 0)
 
     def _restart(self, node_id: str) -> None:

@@ -14,7 +14,7 @@ class Launched:
 
     def wait(self) -> None: ...
 
-    def stop_unfinished(self) -> None:
+    def stop_unfinished(self, error: BaseException | None = None) -> None:
         self.is_stopped = True
 
     def stop(self) -> None:

@@ -98,6 +98,16 @@ def test_the_record_says_how_a_run_was_launched_and_ended(
     assert (record.program, record.mode, record.cwd) == ("demo", mode, str(Path.cwd()))
     assert (record.outcome, record.exit_status, record.failure) == (outcome, 1 if failure else 0, failure)
     assert record.ended is not None and record.ended >= record.started
+
+
+def test_the_record_names_the_exception_that_ended_the_with_block(tmp_path: Path) -> None:
+    program = lp.Program("demo")
+    program.add_node(lp.PyNode(lp.wait_for_stop), label="node")
+    with pytest.raises(KeyError), lp.launch(program, "thread", run_dir=tmp_path):
+        raise KeyError("weights")
+    record = record_in(tmp_path)
+    assert record is not None
+    assert (record.outcome, record.exit_status, record.failure.count("KeyError: 'weights'")) == ("failed", 1, 1)
     assert record.versions["python"].startswith("3.") and record.versions["lp_pipe"]
     assert record.argv and record.flags["target"] == ""
     assert record.parent is None

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from lp_pipe.launch.run_records import record_in
 from tests.conftest import Script
 
 PATIENCE_S = 60
@@ -60,6 +61,15 @@ def test_every_other_error_is_printed_as_ever(
     assert status == 1
     assert any(line == "Traceback (most recent call last):" for line in lines)
     assert any(expected in line for line in lines)
+
+
+def test_the_record_of_a_script_that_an_exception_ends_says_so(script: Script, tmp_path: Path) -> None:
+    end = "fail = lp.wait_for_stop\nlaunched()\nraise RuntimeError('mine')"
+    status, _ = run(script, "process", tmp_path / "out", end)
+    record = record_in(tmp_path / "out")
+    assert status == 1 and record is not None
+    assert (record.outcome, record.exit_status) == ("failed", 1)
+    assert "RuntimeError: mine" in record.failure
 
 
 def test_a_hook_of_the_scripts_own_is_left_alone(script: Script, tmp_path: Path) -> None:

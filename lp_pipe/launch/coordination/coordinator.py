@@ -60,7 +60,6 @@ class Coordinator:
         self._hurry = False
         self._is_over = False
         self._events: EventLog | None = None
-        self._told_ready: set[str] = set()  # node_ids, of nodes whose first server listens
         self._told_ends: set[str] = set()
         self.was_stopped_from_outside = False
 
@@ -139,8 +138,7 @@ class Coordinator:
         with self._changing():
             self._settling.settle(self._directory.register(address, endpoint))
             owner = self.plan.owners.get(address)
-            if owner is not None and owner not in self._told_ready:
-                self._told_ready.add(owner)
+            if owner is not None and self._lifecycles.serves(owner):
                 self.note_event("ready", owner)
 
     def withdraw(self, address: str, is_failing: bool) -> None:
@@ -438,7 +436,6 @@ class Coordinator:
 
     def _tell_restarts(self, node_ids: Iterable[str]) -> None:
         for node_id in node_ids:
-            self._told_ready.discard(node_id)
             group = self._lifecycles.groups[self._lifecycles.nodes[node_id].spec.name]
             self.note_event("restart", node_id, restarts=group.row()["restarts"])
 

@@ -51,12 +51,12 @@ class NodeGroup:
             record.restarts += 1
             record.become(NodeState.RESTARTING)
             done, limit = record.spec.retries - record.retries_left, record.spec.retries
-            return f"{news}; retry {done} of {limit} in {record.backoff.after(record.uptime_s):g} s"
+            return f"{news}; retry {done} of {limit} in {record.back_off_s(record.backoff):g} s"
         if can_restart and self.may_restart(policy):
             self.restarts += 1
             self.is_restarting = True
             record.become(NodeState.RESTARTING)
-            wait_s = self.backoff.after(record.uptime_s)
+            wait_s = record.back_off_s(self.backoff)
             return f"{news}; restart {self.restarts} of {self.spec.max_restarts} in {wait_s:g} s"
         record.become(NodeState.FAILING)
         if policy == "ignore":

@@ -76,6 +76,13 @@ class NodeLifecycles:
         if record.state is NodeState.STARTING:  # else the node's report of its end has come before the template's
             record.become(NodeState.RUNNING)
 
+    def serves(self, node_id: str) -> bool:
+        """Note that a server of the node listens; return whether it is the first one since the node's start."""
+        record = self.nodes[node_id]
+        is_first = not record.serves_since
+        record.serves_since = record.serves_since or time.monotonic()
+        return is_first
+
     def ended(self, node_id: str, failure: Failure | None, can_restart: bool) -> str:
         """Note the end of a node's code; return what the log should say of it. Only the first report counts."""
         record = self.nodes[node_id]

@@ -15,7 +15,8 @@ class NodeRecord:
 
     error: the last failure, also of a node that runs again.
     restarts: how often it was started again on its own; retries_left: how often it still may be.
-    waiting: what it has waited for longer than the program's limit. started_at: by time.monotonic; 0.0: not yet.
+    waiting: what it has waited for longer than the program's limit.
+    started_at, serves_since: by time.monotonic; 0.0: not yet. It serves from the registration of its first server on.
     is_told_to_end: it was told to end, and is not gone.
     ends_unasked: it had begun to end before it was told to, or the program's stop was requested. If it turns out to
         have failed, that failure comes before the stop.
@@ -26,6 +27,7 @@ class NodeRecord:
     pid: int = 0
     error: Failure | None = None
     started_at: float = 0.0
+    serves_since: float = 0.0
     restarts: int = 0
     retries_left: int = field(init=False)
     backoff: Backoff = field(default_factory=Backoff)
@@ -47,9 +49,10 @@ class NodeRecord:
         """Whether its servers listen, or may do so later."""
         return self.state.is_alive or self.state.will_restart
 
-    @property
-    def uptime_s(self) -> float:
-        return time.monotonic() - self.started_at if self.started_at else 0.0
+    def back_off_s(self, backoff: Backoff) -> float:
+        """Return how long to wait before its restart, after its failure now."""
+        up_s, served_s = (time.monotonic() - since if since else 0.0 for since in (self.started_at, self.serves_since))
+        return backoff.after(up_s, served_s)
 
     @property
     def why_gone(self) -> str:
@@ -75,7 +78,7 @@ class NodeRecord:
     def start_again(self) -> None:
         """Note that it is started again from now on."""
         self.become(NodeState.STARTING)
-        self.ends_unasked, self.started_at = False, 0.0
+        self.ends_unasked, self.started_at, self.serves_since = False, 0.0, 0.0
 
     def put_down(self) -> None:
         """Note that nothing is left of it, and that it will not be started again."""

@@ -77,15 +77,16 @@ TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
 class Backoff:
     """The seconds that a node stays down before each restart: 0.1, doubled for each further failure, at most 5.
 
-    They begin anew once the node was up for longer than it had been down before: a node that is killed now and then
-    comes back at once, and one that fails as soon as it starts is started ever more rarely.
+    They begin anew once the node had served (its first server was registered) for longer than it was down before, or
+    was up for more than 5 s. So a server that is killed now and then comes back at once. A node that takes a second to
+    fail, whether in its constructor or in a function without a server, is started ever more rarely.
     """
 
     def __init__(self) -> None:
         self.wait_s = 0.0
 
-    def after(self, uptime_s: float) -> float:
-        """Return how long to wait now, after a failure of a node that was up for `uptime_s`."""
-        begins_anew = self.wait_s == 0.0 or uptime_s > self.wait_s
+    def after(self, uptime_s: float, served_s: float = 0.0) -> float:
+        """Return how long to wait now, after a failure of a node that was up, and had served, for so long."""
+        begins_anew = self.wait_s == 0.0 or served_s > self.wait_s or uptime_s > _LONGEST_BACKOFF_S
         self.wait_s = _FIRST_BACKOFF_S if begins_anew else min(_LONGEST_BACKOFF_S, 2 * self.wait_s)
         return self.wait_s

@@ -60,9 +60,10 @@ def test_a_node_starts_again_once_nothing_is_left_of_it_and_its_back_off_has_pas
     assert states(lifecycles) == [NodeState.STARTING]
 
 
-def fail_after(clock: Clock, lifecycles: NodeLifecycles, uptime_s: float) -> float:
+def fail_after(clock: Clock, lifecycles: NodeLifecycles, uptime_s: float, *, serves: bool = False) -> float:
     """Let node a/0 fail once more and start it again; returns how long it was down."""
     lifecycles.started("a/0", 4711)
+    assert not serves or [lifecycles.serves("a/0"), lifecycles.serves("a/0")] == [True, False]
     clock.now += uptime_s
     lifecycles.ended("a/0", FAILURES[1], can_restart=True)
     lifecycles.gone("a/0")
@@ -74,10 +75,12 @@ def fail_after(clock: Clock, lifecycles: NodeLifecycles, uptime_s: float) -> flo
 
 
 @pytest.mark.parametrize("policy", [{"on_failure": "restart", "max_restarts": 100}, {"retries": 100}])
-def test_the_back_off_begins_anew_once_the_node_was_up(clock: Clock, policy: dict[str, Any]) -> None:
+def test_the_back_off_begins_anew_once_the_node_has_served(clock: Clock, policy: dict[str, Any]) -> None:
     lifecycles = NodeLifecycles([spec_of("a/0", **policy)], lambda record: None)
     assert [fail_after(clock, lifecycles, 0.01) for _ in range(4)] == [0.1, 0.2, 0.4, 0.8]
-    assert [fail_after(clock, lifecycles, 1.0) for _ in range(4)] == [0.1] * 4
+    assert [fail_after(clock, lifecycles, 1.0, serves=True) for _ in range(4)] == [0.1] * 4
+    assert [fail_after(clock, lifecycles, 1.0) for _ in range(2)] == [0.2, 0.4]
+    assert fail_after(clock, lifecycles, 5.1) == 0.1
     assert [fail_after(clock, lifecycles, 0.01) for _ in range(2)] == [0.2, 0.4]
 
 

@@ -10,14 +10,21 @@ def test_a_node_that_fails_as_it_starts_is_started_ever_more_rarely() -> None:
     assert [backoff.after(0.05) for _ in range(8)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
 
-def test_the_back_off_begins_anew_once_the_node_was_up_for_longer_than_it_was_down() -> None:
+def test_the_back_off_begins_anew_once_the_node_had_served_for_longer_than_it_was_down() -> None:
     backoff = Backoff()
-    assert [backoff.after(uptime_s) for uptime_s in (0.0, 0.1, 0.2, 0.4, 0.81, 0.05)] == [0.1, 0.2, 0.4, 0.8, 0.1, 0.2]
+    served = (0.0, 0.1, 0.2, 0.4, 0.81, 0.05)
+    assert [backoff.after(served_s + 1.0, served_s) for served_s in served] == [0.1, 0.2, 0.4, 0.8, 0.1, 0.2]
 
 
-def test_a_node_that_is_killed_every_half_second_never_waits_for_seconds() -> None:
+def test_a_node_that_takes_a_second_to_fail_is_started_ever_more_rarely() -> None:
     backoff = Backoff()
-    assert {backoff.after(0.5) for _ in range(100)} == {0.1}
+    assert [backoff.after(1.0) for _ in range(4)] == [0.1, 0.2, 0.4, 0.8]
+    assert backoff.after(5.1) == 0.1
+
+
+def test_a_server_that_is_killed_every_half_second_never_waits_for_seconds() -> None:
+    backoff = Backoff()
+    assert {backoff.after(0.6, 0.5) for _ in range(100)} == {0.1}
 
 
 def test_the_first_restart_waits_also_after_no_time_at_all() -> None:
