@@ -50,6 +50,10 @@ class NodeError(LpPipeError, RuntimeError):
         return type(self), (self.label, self.index, self.type_name, self.message, self.remote_traceback)
 
 
+class Unrecoverable(LpPipeError, RuntimeError):
+    """A failure that a restart of its node cannot mend: the program ends, also under on_failure="restart"."""
+
+
 class RemoteError(LpPipeError, RuntimeError):
     """A handler raised in another node; where possible also an instance of the exception's own class.
 

@@ -78,7 +78,7 @@ def evolution_strategies(
 
 
 @dataclass(frozen=True)
-class Trial:
+class PairReturns:
     """A worker's reply: the returns of its pairs, and the sha256 of the parameters that it perturbed."""
 
     returns: Returns
@@ -100,7 +100,7 @@ class EvolutionWorker:
         """Return the iteration of its parameters; 0 after a start or restart."""
         return self._evolution.iteration
 
-    def try_out(self, first_iteration: int, past: Sequence[Returns], pairs: range) -> Trial:
+    def try_out(self, first_iteration: int, past: Sequence[Returns], pairs: range) -> PairReturns:
         """Apply the returns of the iterations from `first_iteration` on, then try out these pairs of the next one.
 
         Raises:
@@ -113,7 +113,7 @@ class EvolutionWorker:
         for returns in past[self._evolution.iteration - first_iteration :]:
             self._evolution.update(returns)
         returns = [self._evolution.try_pair(self._problem, pair) for pair in pairs]
-        return Trial(returns, self._evolution.fingerprint())
+        return PairReturns(returns, self._evolution.fingerprint())
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Learner:
         calls = [self._ask(rank, self._evolution.iteration - 1) for rank in range(len(self._workers))]
         returns: dict[int, tuple[float, float]] = {}
         for rank, call in enumerate(calls):
-            trial = self._trial(rank, call)
+            trial = self._returns(rank, call)
             self._check(rank, trial)
             returns.update(zip(self._pairs[rank], trial.returns, strict=True))
         in_order = [returns[pair] for pair in range(len(returns))]
@@ -183,12 +183,12 @@ class Learner:
             step=self._evolution.iteration,
         )
 
-    def _ask(self, rank: int, first_iteration: int) -> "Future[Trial]":
+    def _ask(self, rank: int, first_iteration: int) -> "Future[PairReturns]":
         first = max(0, first_iteration)
-        call: Future[Trial] = self._workers[rank].futures.try_out(first, self._history[first:], self._pairs[rank])
+        call: Future[PairReturns] = self._workers[rank].futures.try_out(first, self._history[first:], self._pairs[rank])
         return call
 
-    def _trial(self, rank: int, call: "Future[Trial] | None") -> Trial:
+    def _returns(self, rank: int, call: "Future[PairReturns] | None") -> PairReturns:
         """Return a worker's reply; if the worker has died, ask it again after its restart, with all earlier returns.
 
         Asking twice changes nothing: a trial is a function of seeds and returns. The loop ends because a node is
@@ -202,7 +202,7 @@ class Learner:
                     raise
             call = None
 
-    def _check(self, rank: int, trial: Trial) -> None:
+    def _check(self, rank: int, trial: PairReturns) -> None:
         if trial.fingerprint != self._evolution.fingerprint():
             raise RuntimeError(
                 f"workers/{rank} has other parameters than the learner in iteration {self._evolution.iteration}, "

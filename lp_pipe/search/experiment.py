@@ -16,11 +16,11 @@ import cloudpickle
 import lp_pipe as lp
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.run_dir import usual_runs
-from lp_pipe.search.searcher_node import Keep, SearcherNode, Settings
+from lp_pipe.search.searcher_node import ExperimentSettings, Keep, SearcherNode
 from lp_pipe.search.searchers import Grid, Searcher
 from lp_pipe.search.space import Params, dimensions
 from lp_pipe.search.store import Reading, TrialRecord, read_only, rows_in
-from lp_pipe.search.trial import Slot, Trial
+from lp_pipe.search.trial import Trial, TrialSlot
 
 _WITHOUT_LIMIT = 10**9
 _DEFINITION = "definition.pkl"
@@ -39,7 +39,7 @@ class _Definition:
 class ExperimentProgram(lp.Program):
     """The program of an experiment: an ordinary program that also knows its settings."""
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, name: str, settings: ExperimentSettings) -> None:
         super().__init__(name)
         self.settings = settings
 
@@ -74,13 +74,13 @@ def experiment(
     path = Path(folder) if folder is not None else usual_runs() / "experiments" / name
     definition = _Definition(searcher, repr(list(dimensions(space))), _digest(trial), seed)
     _check_is_same(path, definition)
-    settings = Settings(path, searcher, dict(space), seed, slots, max_restarts, keep or Keep())
+    settings = ExperimentSettings(path, searcher, dict(space), seed, slots, max_restarts, keep or Keep())
     program = ExperimentProgram(name, settings)
     with program.group("searcher", on_failure="restart", max_restarts=_WITHOUT_LIMIT):
         node = program.add_node(lp.CourierNode(SearcherNode, settings))
     with program.group("slots", resources, on_failure="restart", max_restarts=_WITHOUT_LIMIT):
         for _ in range(slots):
-            program.add_node(lp.PyClassNode(Slot, node, trial, path, seed))
+            program.add_node(lp.PyClassNode(TrialSlot, node, trial, path, seed))
     return program
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lp_pipe as lp
-from lp_pipe.errors import LpPipeError
+from lp_pipe.errors import Unrecoverable
 from lp_pipe.programs.waiting import Changes
 from lp_pipe.search.searchers import Searcher
 from lp_pipe.search.space import Params
@@ -19,7 +19,7 @@ from lp_pipe.search.store import Store, TrialRecord
 _log = logging.getLogger(__name__)
 
 
-class AllTrialsFailed(LpPipeError, RuntimeError):
+class AllTrialsFailed(Unrecoverable):
     """No trial of the experiment has finished, and none is left to run."""
 
 
@@ -36,7 +36,7 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExperimentSettings:
     """The options of an experiment that its searcher's node follows."""
 
     folder: Path
@@ -74,7 +74,7 @@ class SearcherNode:
     Every call may be sent twice: a caller whose reply is lost calls again.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ExperimentSettings) -> None:
         self._settings = settings
         self._searcher = settings.searcher
         self._store = Store(settings.folder, self._searcher.metric)

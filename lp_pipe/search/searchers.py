@@ -47,7 +47,7 @@ class Rows:
         return self.trials.get(trial, _NOTHING)
 
 
-class Work(NamedTuple):
+class Assigned(NamedTuple):
     """A trial that should run, and the step at which it ends or waits for a decision; None: when its code returns."""
 
     trial: int
@@ -70,7 +70,7 @@ class Searcher(Protocol):
     @property
     def max_steps(self) -> int | None: ...
 
-    def next(self, rows: Rows, running: Iterable[int] = ()) -> list[Work]:
+    def next(self, rows: Rows, running: Iterable[int] = ()) -> list[Assigned]:
         """Return the trials that should run now and are not `running`, the most urgent first."""
 
     def target(self, rows: Rows, trial: int) -> int | None:
@@ -96,12 +96,12 @@ class _EachToItsEnd:
         """The number of trials."""
         raise NotImplementedError
 
-    def next(self, rows: Rows, running: Iterable[int] = ()) -> list[Work]:
+    def next(self, rows: Rows, running: Iterable[int] = ()) -> list[Assigned]:
         """Return the trials that should run now and are not `running`, in the order of their ids."""
         busy = set(running)
         trials = sorted(_trial_at(rows, place, self.size) for place in range(self.size))
         open_ones = (trial for trial in trials if _is_open(rows.of(trial), self.max_steps))
-        return [Work(trial, self.max_steps) for trial in open_ones if trial not in busy]
+        return [Assigned(trial, self.max_steps) for trial in open_ones if trial not in busy]
 
     def target(self, rows: Rows, trial: int) -> int | None:
         return self.max_steps
@@ -223,15 +223,15 @@ class Halving:
             known = "aggressive, standard, conservative"
             raise ValueError(f"Halving: brackets must be one of {known}, got {self.brackets!r}")
 
-    def next(self, rows: Rows, running: Iterable[int] = ()) -> list[Work]:
+    def next(self, rows: Rows, running: Iterable[int] = ()) -> list[Assigned]:
         """Return the trials that should run now and are not `running`: those of the longest rungs first, then by id."""
         busy = set(running)
-        works: list[tuple[int, int, Work]] = []
+        works: list[tuple[int, int, Assigned]] = []
         for bracket in self._brackets:
             for trial, rung in self._rungs_of(bracket, rows).items():
                 until = bracket.steps[rung]
                 if trial not in busy and _is_open(rows.of(trial), until):
-                    works.append((-rung, trial, Work(trial, until)))
+                    works.append((-rung, trial, Assigned(trial, until)))
         return [work for _, _, work in sorted(works)]
 
     def target(self, rows: Rows, trial: int) -> int | None:

@@ -132,7 +132,7 @@ class Trial:
             ) from error
 
 
-class Slot:
+class TrialSlot:
     """A node that runs trials one after another, each until the searcher says otherwise."""
 
     def __init__(self, searcher: Any, run_trial: Callable[[Trial], Any], folder: Path, seed: int) -> None:

@@ -135,3 +135,14 @@ def test_a_trial_that_raises_fails_and_the_others_go_on(tmp_path: Path) -> None:
     states = {one.id: one.state for one in ls.open(tmp_path).trials()}
     assert states == {0: "finished", 1: "invalid", 2: "failed", 3: "finished", 5: "finished"}
     assert "in trial 2" in (ls.open(tmp_path).trials()[2].error or "")
+
+
+def test_an_experiment_whose_trials_all_fail_ends_with_their_error(tmp_path: Path) -> None:
+    def fails(t: ls.Trial) -> None:
+        raise ArithmeticError(f"in trial {t.id}")
+
+    searcher = ls.Random("loss", max_trials=2, max_steps=2)
+    run = lp.launch(ls.experiment("all", fails, space=SPACE, searcher=searcher, folder=tmp_path), "thread")
+    with pytest.raises(lp.NodeError, match=r"AllTrialsFailed.*2 trials") as failure:
+        run.wait(WITHIN_S)
+    assert failure.value.label == "searcher" and "in trial 1" in str(failure.value)

@@ -32,7 +32,8 @@ class NodeGroup:
 
     def policy_for(self, failure: Failure) -> str:
         """Return what the node's group asks for after this failure: "stop", "restart" or "ignore"."""
-        return self.spec.on_hang if failure.is_hang else self.spec.on_failure
+        policy = self.spec.on_hang if failure.is_hang else self.spec.on_failure
+        return "stop" if failure.is_final and policy == "restart" else policy
 
     def may_restart(self, policy: str) -> bool:
         """Return whether the policy is to start the node again, and the node has restarts left."""
@@ -46,7 +47,8 @@ class NodeGroup:
         """Note that a part has failed, decide whether it restarts, and return what the log should say of that."""
         news = f"node {record.spec.node_id} failed: {failure.summary}"
         policy = self.policy_for(failure)
-        if can_restart and record.retries_left and not (failure.is_hang and policy == "stop"):
+        may_retry = not failure.is_final and not (failure.is_hang and policy == "stop")
+        if can_restart and record.retries_left and may_retry:
             record.retries_left -= 1
             record.restarts += 1
             record.become(NodeState.RESTARTING)

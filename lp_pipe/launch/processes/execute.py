@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lp_pipe.context import NodeContext
+from lp_pipe.errors import Unrecoverable
 from lp_pipe.launch.supervision.messages import Failure
 from lp_pipe.nodes import Node, is_caused_by_peer, is_only_caused_by_peer, run_to_end
 from lp_pipe.rpc.remote_error import format_traceback, innermost_type_name, text_of
@@ -46,4 +47,5 @@ def failure_from(error: BaseException) -> Failure:
         traceback=format_traceback(error),
         is_unavailable=is_caused_by_peer(error),
         is_plain_echo=is_only_caused_by_peer(error),
+        is_final=isinstance(error, Unrecoverable),
     )

@@ -32,6 +32,7 @@ class Failure:
     is_unavailable: the error may only be the consequence of another node's end.
     is_plain_echo: the error is that consequence itself, and was not raised by code that dealt with it, such as a save
         on the way out; after the program's stop it is no failure.
+    is_final: a restart of the node cannot mend it (Unrecoverable).
     is_hang: the launcher killed the node because it made no progress; its group's `on_hang` decides what follows.
     """
 
@@ -41,6 +42,7 @@ class Failure:
     is_unavailable: bool = False
     is_plain_echo: bool = False
     is_hang: bool = False
+    is_final: bool = False
 
     @property
     def summary(self) -> str:
