@@ -314,30 +314,30 @@ def test_waiting_calls_pin_no_thread_and_waiting_batches_fill(serve: Any, pool: 
     assert client.sizes() == [1, 4, 4] and client.most() == 1
 
 
-@pytest.mark.parametrize("method", ["wrong_length", "bad_shape", "nothing_split"])
-def test_a_batch_that_fails_fails_all_its_callers(serve: Any, method: str) -> None:
+def test_a_batch_that_fails_fails_all_its_callers(serve: Any) -> None:
     client = serve(Batches, timeout=WITHIN_S)
-    for future in [getattr(client.futures, method)(1) for _ in range(4)]:
-        assert isinstance(future.exception(WITHIN_S), lp.RemoteError)
-    assert together([client.futures.arrays(np.zeros(1)) for _ in range(4)])  # and the server goes on
+    for method in ("wrong_length", "bad_shape", "nothing_split"):
+        for future in [getattr(client.futures, method)(1) for _ in range(4)]:
+            assert isinstance(future.exception(WITHIN_S), lp.RemoteError)
+        assert together([client.futures.arrays(np.zeros(1)) for _ in range(4)])  # and the server goes on
 
 
-@pytest.mark.parametrize(
-    "calls",
-    [
-        [((np.zeros(1),), {}), ((np.zeros(2),), {})],
-        [((1,), {}), ((1, 2), {})],
-        [((1,), {}), ((), {"x": 1})],
-        [((), {"x": 1}), ((), {"z": 1})],
-        [(({"a": 1},), {}), (({"b": 1},), {})],
-        [(((1, 2),), {}), (((1, 2, 3),), {})],
-    ],
-    ids=["shapes", "counts", "positional and keyword", "keywords", "keys", "lengths"],
-)
-def test_calls_that_do_not_go_together_fail_together(serve: Any, calls: Any) -> None:
+# Two calls each: their shapes differ, then counts, positional and keyword, keywords, keys, and lengths.
+UNLIKE_CALLS: list[Any] = [
+    [((np.zeros(1),), {}), ((np.zeros(2),), {})],
+    [((1,), {}), ((1, 2), {})],
+    [((1,), {}), ((), {"x": 1})],
+    [((), {"x": 1}), ((), {"z": 1})],
+    [(({"a": 1},), {}), (({"b": 1},), {})],
+    [(((1, 2),), {}), (((1, 2, 3),), {})],
+]
+
+
+def test_calls_that_do_not_go_together_fail_together(serve: Any) -> None:
     client = serve(Batches, 2, timeout=WITHIN_S)
-    futures = [client.futures.arrays(*args, **kwargs) for args, kwargs in calls]
-    assert all(isinstance(future.exception(WITHIN_S), lp.RemoteError) for future in futures)
+    for calls in UNLIKE_CALLS:
+        futures = [client.futures.arrays(*args, **kwargs) for args, kwargs in calls]
+        assert all(isinstance(future.exception(WITHIN_S), lp.RemoteError) for future in futures), calls
 
 
 def test_a_batched_handler_keeps_name_and_doc() -> None:
