@@ -470,3 +470,13 @@ def storage_info(relative_path: str, offset: int, length: int) -> Any:
     """Return the location of an entry of a Distributed Checkpoint. Lost: as a class that only lp_pipe reads."""
     filesystem = importlib.import_module("torch.distributed.checkpoint.filesystem")
     return getattr(filesystem, "_StorageInfo", _Place)(relative_path, offset, length)
+
+
+# ---- CUDA IPC ----
+
+
+def release_ipc_counter(file: bytes, place: int) -> None:
+    """Count down the uses of a GPU's memory that this process has shared. Lost: a dead process's use stays counted."""
+    release = getattr(UntypedStorage, "_release_ipc_counter_cuda", None)
+    if release is not None:
+        release(file, place)

@@ -44,6 +44,9 @@ class AsyncOperation(Protocol):
         """
 
 
+Begin = Callable[[], tuple[AsyncOperation, Tensor]]  # starts to receive; returns the operation, and its memory
+
+
 class ReceiveWaiter:
     """Waits for asynchronous receives, in order, in a thread of its own.
 
@@ -53,24 +56,28 @@ class ReceiveWaiter:
     def __init__(self, backend: str) -> None:
         self._backend = backend
         self._lock = threading.Lock()
-        self._works: SimpleQueue[tuple[AsyncOperation, Tensor, PendingMemory] | Callable[[], None] | None] = (
-            SimpleQueue()
-        )
+        self._receives: SimpleQueue[tuple[Begin, PendingMemory] | Callable[[], None] | None] = SimpleQueue()
         self._pending: dict[int, PendingMemory] = {}
         self._reason: str | None = None
         self._thread: threading.Thread | None = None
 
-    def expect(self, work: AsyncOperation, memory: Tensor) -> PendingMemory:
-        """Return a future of the memory. It raises TransferError if the message will not arrive."""
+    def announce(self) -> PendingMemory:
+        """Return a future of a message's memory. It raises TransferError if the message will not arrive."""
         arrival: PendingMemory = Future()
         with self._lock:
-            if self._reason is not None:
+            if self._reason is None:
+                self._pending[id(arrival)] = arrival
+            else:
                 arrival.set_exception(TransferError(self._reason))
-                return arrival
-            self._pending[id(arrival)] = arrival
-            self._start()
-        self._works.put((work, memory, arrival))
         return arrival
+
+    def expect(self, begin: Begin, arrival: PendingMemory) -> None:
+        """Receive an announced message; the waiter's thread calls `begin` after all earlier messages have arrived."""
+        with self._lock:
+            if self._reason is not None:
+                return
+            self._start()
+        self._receives.put((begin, arrival))
 
     def then(self, call: Callable[[], None]) -> None:
         """Call `call` once all messages expected so far have arrived or failed. It is not called after `give_up`."""
@@ -78,7 +85,7 @@ class ReceiveWaiter:
             if self._reason is not None:
                 return
             self._start()
-        self._works.put(call)
+        self._receives.put(call)
 
     def give_up(self, reason: str) -> None:
         """Fail all receives that are pending, and those to come. Any thread may call this, also twice.
@@ -88,7 +95,7 @@ class ReceiveWaiter:
         with self._lock:
             self._reason = self._reason or reason
             pending, self._pending = list(self._pending.values()), {}
-        self._works.put(None)
+        self._receives.put(None)
         for arrival in pending:
             with suppress(InvalidStateError):  # it arrived at this moment
                 arrival.set_exception(TransferError(reason))
@@ -100,28 +107,30 @@ class ReceiveWaiter:
             self._thread = thread
 
     def _wait_for_all(self) -> None:
-        while (item := self._works.get()) is not None:
+        while (item := self._receives.get()) is not None:
             if not isinstance(item, tuple):
                 item()
                 continue
-            work, memory, arrival = item
-            error = _error_of(work)
+            begin, arrival = item
+            outcome = self._receive(begin)
             with self._lock:
                 self._pending.pop(id(arrival), None)
             with suppress(InvalidStateError):
-                if error is None:
-                    arrival.set_result(memory)
+                if isinstance(outcome, Tensor):
+                    arrival.set_result(outcome)
                 else:
-                    arrival.set_exception(TransferError(f"{self._backend}: {error}"))
-            del item, work, memory, arrival  # frees the memory for reuse while this thread waits for the next message
+                    arrival.set_exception(outcome)
+            del item, begin, outcome, arrival  # frees the memory while this thread waits for the next message
 
-
-def _error_of(work: AsyncOperation) -> str | None:
-    try:
-        work.wait(LIMIT)
-    except RuntimeError as error:
-        return str(error)
-    return None
+    def _receive(self, begin: Begin) -> Tensor | TransferError:
+        try:
+            work, memory = begin()
+            work.wait(LIMIT)
+        except TransferError as error:
+            return error
+        except (RuntimeError, OSError) as error:
+            return TransferError(f"{self._backend}: {error}")
+        return memory
 
 
 SIZE = struct.Struct("<Q")  # the start of a header; 0: no bytes follow
@@ -161,13 +170,16 @@ class AsyncReceiver(TransportReceiver):
         if not size:
             return None
         try:
-            return self._waiter.expect(*self._start(token, size, buffers[0]))
+            started = self._start(token, size, buffers[0])
         except TransferError as error:
             return error
         except RuntimeError as error:
             return TransferError(f"{self._backend}: {error}")
         except OSError as error:
             return TransferError(f"the receiver cannot take a message of {size} bytes: {error}")
+        arrival = self._waiter.announce()
+        self._waiter.expect(lambda: started, arrival)
+        return arrival
 
     def read(self, layout: Layout, parcel: "PendingMemory | TransferError | None") -> list[Tensor]:
         if isinstance(parcel, TransferError):

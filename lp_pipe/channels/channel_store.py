@@ -36,6 +36,10 @@ class ChannelStore(Store):
             self._closed_reason = self._closed_reason or reason
             self._changed.notify_all()
 
+    def closed_reason(self) -> str | None:
+        """Return why no more entries will come; None while they may."""
+        return self._closed_reason
+
     def set(self, key: str, value: str | bytes) -> None:
         assert self._notify is not None
         note = pickle.dumps((key, value.encode() if isinstance(value, str) else bytes(value)))

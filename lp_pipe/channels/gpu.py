@@ -30,28 +30,9 @@ def check(kind: str, device: torch.device) -> None:
         raise ValueError(f"channel kind {kind!r} needs a GPU, and torch sees none here: use channel='auto'")
 
 
-def name_of(device: torch.device | int) -> str:
+def name_of(device: torch.device) -> str:
     """Return the GPU's name, the same in all processes, whichever GPUs they see."""
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def index_of(name: str) -> int:
-    """Return the GPU's number in this process.
-
-    Raises:
-        RuntimeError: this process does not see it.
-    """
-    for index in range(torch.cuda.device_count()):
-        if name_of(index) == name:
-            return index
-    raise RuntimeError(f"this process does not see GPU {name}")
-
-
-def reachable_from(device: torch.device) -> list[str]:
-    """Return the names of the GPUs whose memory this GPU can read, which include its own."""
-    own = device.index
-    others = range(torch.cuda.device_count())
-    return [name_of(index) for index in others if index == own or torch.cuda.can_device_access_peer(own, index)]
 
 
 def memory_on(device: torch.device, size: int) -> Tensor:
@@ -69,20 +50,22 @@ def tensors_in(memory: Tensor, layout: Layout) -> list[Tensor]:
 
 
 def wait_for(event: Any, failure: Failure, timeout: timedelta) -> None:
-    """Poll an event until it has come, with growing sleeps: a wait in the driver could not be ended.
+    """Poll an event until it has come: a wait in the driver could not be ended.
+
+    The sleeps grow with the time that has passed, so that the event is seen about an eighth of that too late.
 
     failure: returns the reason if the event will not come or its work failed; called again and again.
 
     Raises:
         RuntimeError: it failed, or the time has passed.
     """
-    deadline, delay_s = time.monotonic() + timeout.total_seconds(), _SHORTEST_S
+    began = time.monotonic()
     while not event.query():
         _check(failure)
-        if time.monotonic() > deadline:
+        passed_s = time.monotonic() - began
+        if passed_s > timeout.total_seconds():
             raise RuntimeError(f"the GPU did not finish within {timeout.total_seconds():g} s")
-        time.sleep(delay_s)
-        delay_s = min(2 * delay_s, _LONGEST_S)
+        time.sleep(min(max(passed_s / 8, _SHORTEST_S), _LONGEST_S))
     _check(failure)
 
 

@@ -30,7 +30,8 @@ _CLOSE_PATIENCE_S = 2.0
 class MixedSender(TransportSender):
     """The sending end.
 
-    can_send: whether the GPU's transport reaches this receiver; otherwise all tensors go through the host.
+    can_send: whether the GPU's transport reaches this receiver; otherwise, and for a message for which it has no room,
+        all tensors go through the host.
     """
 
     def __init__(
@@ -57,16 +58,20 @@ class MixedSender(TransportSender):
             self._gpu.on_note(note)
 
     def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
-        specs = layout.tensor_specs
         of_host, of_gpu = layout.parts
-        is_all_on_host = bool(of_gpu.specs) and not self._can_send()
+        on_gpu = [tensor for spec, tensor in zip(layout.tensor_specs, tensors, strict=True) if spec.is_on_gpu]
+        is_all_on_host = bool(on_gpu) and not self._can_send()
+        if not is_all_on_host:
+            try:
+                gpu_token, gpu_buffers = self._gpu.write(of_gpu, on_gpu, credits)
+            except NoRoomError:
+                is_all_on_host = True
         if is_all_on_host:
-            of_host, of_gpu = layout, of_host.parts[1]  # an empty one
-            on_host, on_gpu = [tensor.cpu() for tensor in tensors], []
+            nothing = of_host.parts[1]
+            gpu_token, gpu_buffers = self._gpu.write(nothing, [], credits)
+            of_host, on_host, on_gpu = layout, [tensor.cpu() for tensor in tensors], []
         else:
-            on_host = [tensor for spec, tensor in zip(specs, tensors, strict=True) if not spec.is_on_gpu]
-            on_gpu = [tensor for spec, tensor in zip(specs, tensors, strict=True) if spec.is_on_gpu]
-        gpu_token, gpu_buffers = self._gpu.write(of_gpu, on_gpu, credits)
+            on_host = [tensor for spec, tensor in zip(layout.tensor_specs, tensors, strict=True) if not spec.is_on_gpu]
         try:
             host_token, host_buffers = self._host.write(of_host, on_host, credits)
         except NoRoomError as error:  # the GPU's part is already on its way

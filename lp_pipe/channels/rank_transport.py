@@ -147,7 +147,7 @@ class RankEnd(TransportEnd):
         return f"{text}; can these two reach each other, at any port? {self.backend.advice}"
 
 
-_CLOSE_PATIENCE = timedelta(seconds=2)
+CLOSE_PATIENCE = timedelta(seconds=2)
 
 
 class RankSender(RankEnd, TransportSender):
@@ -164,22 +164,30 @@ class RankSender(RankEnd, TransportSender):
             memory = self.backend.empty(size)
             for offset, spec, tensor in zip(layout.offsets, layout.tensor_specs, tensors, strict=False):
                 tensor_over(memory, offset, spec).copy_(tensor)
-            try:
-                self._sending[token] = self.group().send([memory], RECEIVER, token % TAGS), memory
-            except RuntimeError as error:
-                raise TransferError(f"{self.backend.name}: {error}") from error
+            self._send(token, memory)
         self._next += 1
         return token, [SIZE.pack(size)]
+
+    def _send(self, token: int, memory: Tensor) -> None:
+        """Start to send a message.
+
+        Raises:
+            TransferError: it cannot be sent.
+        """
+        try:
+            self._sending[token] = self.group().send([memory], RECEIVER, token % TAGS), memory
+        except RuntimeError as error:
+            raise TransferError(f"{self.backend.name}: {error}") from error
 
     def release(self, token: int) -> None:
         sending = self._sending.pop(token, None)
         if sending is not None:
-            arrives(sending[0], _CLOSE_PATIENCE)  # the bytes have arrived, so this takes microseconds
+            arrives(sending[0], CLOSE_PATIENCE)  # the bytes have arrived, so this takes microseconds
 
     def finish(self) -> None:
         for token in list(self._sending):
             sending = self._sending.pop(token, None)  # an operation can be waited for once
-            if sending is not None and not arrives(sending[0], _CLOSE_PATIENCE):
+            if sending is not None and not arrives(sending[0], CLOSE_PATIENCE):
                 return
 
     def close(self, reason: str) -> None:
@@ -209,6 +217,7 @@ class RankReceiver(RankEnd, AsyncReceiver):
             AsyncReceiver.end(self, reason)
         else:
             self._fail(reason)
+            self._waiter.give_up(reason)
 
     def close(self, reason: str) -> None:
         making = self._making

@@ -1,6 +1,5 @@
 """Which channels GPUs get, and what is said where they cannot have them. Needs no GPU; see tests/gpu for what does."""
 
-import json
 import os
 import threading
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lp_pipe.channels import ChannelHub, gpu, kinds, libnccl, nccl, open_sender, registry
+from lp_pipe.channels import ChannelHub, kinds, libnccl, nccl, open_sender, registry
 from lp_pipe.channels.base import TransferError
-from lp_pipe.channels.cuda_ipc import IpcSender
 from lp_pipe.channels.stream import StreamSender
 from lp_pipe.errors import ChannelClosed
 
@@ -88,7 +86,7 @@ def test_an_abort_frees_who_waits_even_where_nccl_itself_hangs(monkeypatch: pyte
     monkeypatch.setattr(libnccl, "abort", hang)
     monkeypatch.setattr(libnccl, "failure", lambda handle: None)
     stream: Any = None
-    communicator = nccl.Communicator("handle", GPU, stream)
+    communicator = nccl.Communicator("handle", GPU, stream, lambda: None)
     assert communicator._failure() is None
     communicator.abort("the sender is gone")
     communicator.abort("the channel is closed")
@@ -104,7 +102,7 @@ def test_an_end_that_two_threads_close_at_once_is_freed_once(monkeypatch: pytest
     freed: list[object] = []
     monkeypatch.setattr(libnccl, "abort", freed.append)
     stream: Any = None
-    communicator = nccl.Communicator("handle", GPU, stream)
+    communicator = nccl.Communicator("handle", GPU, stream, lambda: None)
     with communicator._lock:  # both have come as far as they can
         for reason in ("the sender is gone", "the channel is closed"):
             communicator._ended = None  # as the other one saw it
@@ -115,42 +113,42 @@ def test_an_end_that_two_threads_close_at_once_is_freed_once(monkeypatch: pytest
     assert freed == ["handle"]
 
 
+OLD, NEW = (2, 27, 5), (2, 30, 3)  # versions of NCCL
+SHARED, ELSEWHERE = ("GPU-1 100", "GPU-1 101"), ("GPU-1 100", "GPU-2 101")
+
+
 def test_two_processes_on_one_gpu_pass_for_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL refuses two ranks on one GPU of one host."""
+    """NCCL before 2.30 refuses two ranks on one GPU of one host."""
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
-    nccl._pretend_two_hosts("GPU-1 100", "GPU-2 101")
-    assert "NCCL_HOSTID" not in os.environ, "two GPUs of one host need not go by the network"
-    nccl._pretend_two_hosts("GPU-1 100", "GPU-1 101")
-    own = os.environ.pop("NCCL_HOSTID")
+    assert nccl.HostIds().choose(*ELSEWHERE, OLD) == "", "two GPUs of one host need not go by the network"
+    assert nccl.HostIds().choose(*SHARED, NEW) == ""
+    assert "NCCL_HOSTID" not in os.environ
+    own = nccl.HostIds().choose(*SHARED, OLD)
+    assert own == os.environ.pop("NCCL_HOSTID")
     monkeypatch.setenv("NCCL_HOSTID", "the user's own")
-    nccl._pretend_two_hosts("GPU-1 100", "GPU-1 101")
-    assert os.environ["NCCL_HOSTID"] == "the user's own" != own
+    assert nccl.HostIds().choose(*SHARED, OLD) == "the user's own" != own
 
 
 def test_a_host_id_that_was_inherited_tells_nobody_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that uses NCCL itself starts two others: both would pass for its host, and NCCL refuses them."""
     monkeypatch.setenv("NCCL_HOSTID", f"lp_pipe-{os.getppid()}-0123456789abcdef")
-    nccl._pretend_two_hosts("GPU-1 100", "GPU-1 101")
-    own = os.environ["NCCL_HOSTID"]
+    host_ids = nccl.HostIds()
+    own = host_ids.choose(*SHARED, OLD)
     assert own.startswith(f"lp_pipe-{os.getpid()}-")
-    nccl._pretend_two_hosts("GPU-1 100", "GPU-1 102")
-    assert os.environ["NCCL_HOSTID"] == own, "NCCL has read it by now"
+    assert host_ids.choose(*SHARED, OLD) == own, "NCCL has read it by now"
+
+
+def test_a_host_id_that_nccl_has_read_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    host_ids = nccl.HostIds()
+    assert host_ids.choose(*ELSEWHERE, OLD) == host_ids.choose(*SHARED, OLD) == ""
+    with pytest.raises(TransferError, match=r"GPU-1.*2\.27\.5.*NCCL_HOSTID"):
+        nccl.check_hosts(*SHARED, b"", b"", OLD)
+    nccl.check_hosts(*SHARED, b"", b"lp_pipe-101-5", OLD)
+    nccl.check_hosts(*SHARED, b"", b"", NEW)
+    nccl.check_hosts(*ELSEWHERE, b"", b"", OLD)
 
 
 def test_two_threads_on_one_gpu_cannot_have_nccl() -> None:
-    with pytest.raises(TransferError, match="in one process, on one GPU, which NCCL refuses: use channel='auto'"):
-        nccl._pretend_two_hosts("GPU-1 100", "GPU-1 100")
-
-
-@pytest.mark.parametrize(
-    ("process", "reachable", "can_send"),
-    [(0, ["GPU-1", "GPU-2"], True), (0, ["GPU-2"], False), (0, [], False), (os.getpid(), ["GPU-1"], False)],
-    ids=["the sender's", "another", "none", "in one process"],
-)
-def test_the_receiver_says_whose_memory_it_can_read(
-    process: int, reachable: list[str], can_send: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "name_of", lambda device: "GPU-1")
-    transport = IpcSender(GPU)
-    transport.on_note(json.dumps([process, reachable]).encode())
-    assert transport.can_send == can_send
+    with pytest.raises(TransferError, match="'auto'"):
+        nccl.HostIds().choose("GPU-1 100", "GPU-1 100", NEW)

@@ -52,7 +52,7 @@ def test_auto_is_cuda_ipc_here(directory: str) -> None:
             peer.answer()
         assert type(peer.sender._transport).__name__ == "CudaIpcSender"
         transport: Any = peer.sender._transport
-        assert transport._gpu.can_send, "this peer sees the GPU"
+        assert transport._gpu.can_send(), "this peer sees the GPU"
         assert len(transport._gpu._slots) <= CREDITS, "what was opened is used again"
 
 
