@@ -73,7 +73,7 @@ def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: 
         raise PipelineError("check() needs at least one (input, target) pair")
     there, here = _Log(), _Log()
     program = Program("check")
-    handle = add_pipeline(program, _watched(model, there), **pipeline_options)
+    handle = add_pipeline(program, _watched(model, there), **{"checks": "always", **pipeline_options})
     if handle.is_asynchronous:
         raise PipelineError(
             "check() compares with a plain loop, from which an asynchronous schedule differs by design: check the "

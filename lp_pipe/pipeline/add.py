@@ -18,7 +18,7 @@ from lp_pipe.pipeline.conductor.on_nan import check_on_nan
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.batch_dims import check_dims
 from lp_pipe.pipeline.layers.model import Model
-from lp_pipe.pipeline.layers.model_checks import check_model, refuse_time_first, views
+from lp_pipe.pipeline.layers.model_checks import views
 from lp_pipe.pipeline.layers.named_layers import model_names
 from lp_pipe.pipeline.layers.skips import layer_sources, skip_edges
 from lp_pipe.pipeline.layers.tied import Names, layer_of, shared_buffers, tied_edges, tied_names
@@ -29,6 +29,7 @@ from lp_pipe.pipeline.schedule import Schedule
 from lp_pipe.pipeline.schedule.numbers_given import as_float, as_int, is_count
 from lp_pipe.pipeline.schedule.registry import registered
 from lp_pipe.pipeline.worker.channel_handle import ChannelHandle
+from lp_pipe.pipeline.worker.rules import CHECKS, check_model
 from lp_pipe.pipeline.worker.worker import StageWorker
 from lp_pipe.program import Program
 from lp_pipe.resources import Resources
@@ -51,6 +52,7 @@ def add_pipeline(
     precision: str = "fp32",
     clip_grad_norm: float | None = None,
     on_nan: str = "ignore",
+    checks: str = "first_step",
     inputs: Handle[Any] | None = None,
     group: str = "stages",
     resources: Resources | None = None,
@@ -81,6 +83,8 @@ def add_pipeline(
         "fp16", whose losses are scaled as torch.amp.GradScaler does it.
     on_nan: what to do with a step whose loss or gradients are not finite: "ignore" (no check), "stop" with a
         NonFiniteError that names the layer, or "skip": leave out its update, and say why in `StepResult.why_skipped`.
+    checks: when to look for misuse that would train silently wrong, such as a layer that writes to what it got: in the
+        "first_step", and the first evaluation, of each process; or "always", which makes steps slower.
     inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
     clip_grad_norm: the largest norm of all gradients, over all stages, as in torch's clip_grad_norm_; None: any.
     group, resources: label and Resources of the group of stage workers.
@@ -99,11 +103,11 @@ def add_pipeline(
     replicas = tuple(map(as_int, replicas)) if isinstance(replicas, Iterable) else replicas
     clip_grad_norm = as_float(clip_grad_norm)
     _check(program, model, stages, channel, microbatches, precision, clip_grad_norm, inputs)
+    if checks not in CHECKS:
+        raise PipelineError(f"checks={checks!r}: must be 'first_step' or 'always'")
     check_recompute("none" if recompute is None else recompute)
     sources = layer_sources(model)
-    check_model(model.loss, sources)
-    if model.batch_dims is None:
-        refuse_time_first(sources)
+    check_model(model, sources)
     tied = tied_names(sources, model.tied)
     names = model_names(sources, tied)
     place = plan_for(program, group)
@@ -136,6 +140,7 @@ def add_pipeline(
         devices=check_devices(device, len(layout.schedule.workers), channel),
         updates=layout.schedule.updates,
         on_nan=on_nan,
+        checks=checks,
         predicted_seconds=replica_seconds(layout.plan),
         batch_dims=check_dims(model.batch_dims),
         has_batch_dims=model.batch_dims is not None,

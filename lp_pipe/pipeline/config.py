@@ -90,6 +90,7 @@ class PipelineConfig:
     devices: tuple[str, ...]  # of each worker, as the user named it
     updates: Updates | None  # of an asynchronous schedule
     on_nan: str
+    checks: str  # when rules that watch steps are on, see worker.rules
     predicted_seconds: tuple[float, ...]  # of each worker, by a plan: per micro-batch of one replica
     batch_dims: tuple[Any, Any, int]  # of input, target and output, see batch_dims.marked
     has_batch_dims: bool  # whether the model sets batch_dims

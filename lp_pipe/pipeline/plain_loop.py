@@ -20,9 +20,9 @@ from lp_pipe.pipeline.layers.tied import tie, tied_names
 from lp_pipe.pipeline.worker.module_settings import ModuleSettings, with_loss
 from lp_pipe.private_torch import buffers_of, put_buffer
 from lp_pipe.training.device import CPU, autocast, current, to_device, to_host
-from lp_pipe.training.forward_writes import ForwardWrites
 from lp_pipe.training.gradients import is_finite
 from lp_pipe.training.rng import backward_place, optimizer_place, step_rng
+from lp_pipe.training.write_tracker import WriteTracker
 
 
 class PlainLoop:
@@ -78,7 +78,7 @@ class PlainLoop:
         self._parts: dict[str, dict[int, Tensor]] = {}
         with_buffers = self._modules if on_nan == "skip" else ()
         self._settings = ModuleSettings(with_loss(self._named.named_modules(), self._loss))
-        self._writes = ForwardWrites(self._named.modules(), self._parameters.items(), with_buffers)
+        self._writes = WriteTracker(self._named.modules(), self._parameters.items(), with_buffers)
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """Take one optimizer step; return the weighted sum of the micro-batches' losses."""

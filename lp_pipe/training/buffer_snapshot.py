@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,7 @@ from lp_pipe.private_torch import buffers_of, is_batch_norm, put_buffer, version
 BufferPlace = tuple[nn.Module, str]
 
 
-@dataclass(frozen=True)
-class _Before:
+class _Before(NamedTuple):
     buffer: Tensor | None  # None: a forward will create the buffer
     version: int
     copy: Tensor | None

@@ -15,7 +15,7 @@ again for every part. Source: GPipe (Huang et al., 2019), section 2.3; Chen et a
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class RecomputedSegment:
         self._pops = popped_by(layers)
         modules = list(nn.ModuleList(layers).modules())
         self._modules = [m for m in modules if buffers_of(m)]
-        self._constants = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+        self._parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
         # What the layers write to must be copied before they run. The first run shows what that is; until then all is
         # copied.
         self._written: frozenset[BufferPlace] | None = None
@@ -57,25 +57,25 @@ class RecomputedSegment:
         """Run the layers without keeping the tensors that autograd saves.
 
         Raises:
-            PipelineError: the layers have written to a parameter, or to a buffer or input to which earlier runs did not
-                write.
+            PipelineError: the layers have written to a buffer or input to which earlier runs did not write.
         """
         own = {name: skips.pop(name) for name in self._pops if name in skips}
         inputs = _Inputs((value, own), copy=self._writes_to_inputs is not False)
         buffers = BufferSnapshot(self._modules, self._written)
         frame = _SegmentRun(self, run, inputs)
-        before = _states(self._constants)
         with saved_tensors_hooks(frame.pack, _unpack):
             value = run(value, own)
-        if _states(self._constants) != before:
-            raise PipelineError(
-                f"{self.name}: cannot be recomputed, because a forward writes to a parameter, and a second run would "
-                "do so again: leave these layers out of recompute"
-            )
         self._learn(inputs, buffers)
         frame.complete(buffers.only(self._written or frozenset()))
         skips.update(own)
         return value
+
+    def states_of_parameters(self) -> list[tuple[int, int]]:
+        """Return values that change when a parameter is written to or gets other memory.
+
+        MoCo's key encoder does the latter (`p.data = …`).
+        """
+        return [(version_of(parameter), parameter.data_ptr()) for parameter in self._parameters]
 
     def _learn(self, inputs: "_Inputs", buffers: BufferSnapshot) -> None:
         lost = buffers.without_copy()
@@ -272,14 +272,6 @@ def _is_new(tensor: Tensor) -> bool:
 
 def _versions(leaves: Sequence[Any]) -> list[int]:
     return versions_of(leaf for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def _states(parameters: Iterable[nn.Parameter]) -> list[tuple[int, int]]:
-    """Return values that change when a parameter is written to or gets other memory.
-
-    MoCo's key encoder does the latter (`p.data = …`).
-    """
-    return [(version_of(parameter), parameter.data_ptr()) for parameter in parameters]
 
 
 def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:

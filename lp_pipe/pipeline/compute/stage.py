@@ -17,7 +17,6 @@ from lp_pipe.pipeline.compute.graph_entry import enter, phony
 from lp_pipe.pipeline.compute.recompute import RecomputedSegment
 from lp_pipe.pipeline.compute.recompute_option import LayerRun, Recompute, runs_of
 from lp_pipe.pipeline.compute.split_backward import Roots, SplitBackward, backward, backward_later, edges_of
-from lp_pipe.pipeline.compute.written_buffers import WrittenBuffers
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.build import are_exclusive, build_layers
 from lp_pipe.pipeline.layers.message import Message, tensors_of, to_message
@@ -26,11 +25,12 @@ from lp_pipe.pipeline.layers.named_layers import NamedLayers
 from lp_pipe.pipeline.layers.overlaps import ReadOnlyTensors, address_of
 from lp_pipe.pipeline.layers.skips import call
 from lp_pipe.pipeline.layers.tied import layer_of, tie
+from lp_pipe.pipeline.layers.wrapper import unwrapped
 from lp_pipe.private_torch import buffers_of, has_node_hooks
-from lp_pipe.training.buffer_snapshot import with_buffers
+from lp_pipe.training.buffer_snapshot import BufferPlace, with_buffers
 from lp_pipe.training.device import CPU, autocast
-from lp_pipe.training.forward_writes import layers_with_max_norm
 from lp_pipe.training.rng import backward_place, step_rng
+from lp_pipe.training.write_tracker import WritePolicy, WriteTracker, layers_with_max_norm
 
 EVALUATION = -1  # in place of a step's number
 _NO_HOOKS = (
@@ -39,7 +39,7 @@ _NO_HOOKS = (
     "torch.autograd.grad(..., create_graph=True)"
 )
 _Layers = list[tuple[int, nn.Module]]  # (index in the model, layer)
-_UNSEEDED = nullcontext()
+_NOTHING = nullcontext()
 
 
 class LayerCall(NamedTuple):
@@ -101,7 +101,6 @@ class Stage(NamedLayers):
         precision: str = "fp32",
         device: torch.device = CPU,
         shared_buffers: Mapping[str, str] = MappingProxyType({}),
-        is_asynchronous: bool = False,
     ) -> None:
         borrowed = [tied[name] for name in tied if layer_of(name) < first_layer]
         super().__init__(layers, first_layer, borrowed)
@@ -112,12 +111,17 @@ class Stage(NamedLayers):
         for layer in layers:
             layer.to(device)
         self._tied = tied
-        self._buffers = WrittenBuffers(layers, first_layer, shared_buffers, is_asynchronous=is_asynchronous)
+        watched = with_buffers(layers)  # a BatchNorm's backward needs no buffer in train mode
+        self.writes = WriteTracker(
+            with_buffers=watched, buffers=WritePolicy.COPY, refused=_places_of(shared_buffers, layers, first_layer)
+        )
+        self._tracking = self.writes.tracked if watched else _nothing
         self._runs = [
             self._prepared(r)
             for r in runs_of(recompute, first_layer, layers, layers_with_max_norm(layers, first_layer))
         ]
         self._storage = StageStorage(layers)
+        self.marks_shared_memory = False  # whether messages say which of their tensors must not be written to
         self._phony = phony()
         self.activation_stash: dict[int, ActivationStash] = {}
         self._weight_stash: dict[int, _Later] = {}
@@ -142,16 +146,25 @@ class Stage(NamedLayers):
         skips: by name, the messages with the values that this stage's Pops take from other stages; afterwards the
             values that its Stashes have for other stages, with their graph.
         """
-        self._buffers.renew(are_saved=bool(self.activation_stash or self._weight_stash))
+        if not self.is_idle:
+            self.writes.separate()
         stash = self.activation_stash[microbatch if number is None else number] = ActivationStash((step, microbatch))
-        with self._buffers.watched():
-            output = self._run(message, step, microbatch, stash, {} if skips is None else skips)
-        self._buffers.backward_check.after_forward()
-        return output
+        with self._tracking():
+            return self._run(message, step, microbatch, stash, {} if skips is None else skips)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no forward waits for its backward, or for a part of it."""
+        return not (self.activation_stash or self._weight_stash)
+
+    @property
+    def recomputed(self) -> list[RecomputedSegment]:
+        """The segments that run again in backwards."""
+        return [segment for _, segment in self._runs if segment is not None]
 
     def message_of(self, value: Any) -> Message:
         """Return a value that the last forward has returned or stashed as a message."""
-        return to_message(value, self._storage.addresses())
+        return to_message(value, self._storage.addresses() if self.marks_shared_memory else None)
 
     def run_again(self, value: Any, step: int, microbatch: int) -> Any:
         """Call all layers in order, as in a forward, so that `watch` sees them."""
@@ -188,7 +201,6 @@ class Stage(NamedLayers):
         later = self._weight_stash.pop(microbatch)
         with self._drawing(later.draws):
             later.accumulate([root for root in more if root[1] is not None])
-        self._buffers.after_weights()  # the graph is in `later`
 
     def tied_parameters(self, names: Sequence[str]) -> list[nn.Parameter]:
         """Return this stage's own or borrowed parameters, by the first of each one's names in the model."""
@@ -278,7 +290,6 @@ class Stage(NamedLayers):
         else:  # no input requires a gradient, as on the first stage: no stage waits for any of this
             later = partial(backward_later, roots, held_for_later(grad for _, grad in roots))
             self._weight_stash[microbatch] = _Later(stash.draws, later)
-        self._buffers.after_backward()
         for name, gradients in stash.popped_gradients.items():
             self._popped_gradients[microbatch, name] = gradients
         return stash.input_gradients
@@ -290,9 +301,26 @@ class Stage(NamedLayers):
         lock.
         """
         if self._device_type != "cpu":
-            return _UNSEEDED
+            return _NOTHING
         step, microbatch = draws
         return step_rng(self._seed, self.first_layer, step, backward_place(microbatch))
+
+
+def _nothing() -> AbstractContextManager[None]:
+    return _NOTHING
+
+
+def _places_of(
+    shared: Mapping[str, str], layers: Sequence[nn.Module], first_layer: int
+) -> dict[str | BufferPlace, str]:
+    """Return the places of those of the shared buffers that these layers have, each with its error."""
+    found: dict[str | BufferPlace, str] = {}
+    for name, why in shared.items():
+        index, path = name.split(".", 1)
+        if first_layer <= int(index) < first_layer + len(layers):
+            inner, _, attribute = path.rpartition(".")
+            found[unwrapped(layers[int(index) - first_layer]).get_submodule(inner), attribute] = why
+    return found
 
 
 def _with_node_hooks(layers: Sequence[nn.Module], first_layer: int) -> str | None:
@@ -347,6 +375,5 @@ def stages_of(
             precision=pipeline.precision,
             device=device,
             shared_buffers=pipeline.shared_buffers,
-            is_asynchronous=pipeline.is_asynchronous,
         )
     return stages

@@ -6,7 +6,6 @@ gradients would reach no optimizer.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from lp_pipe.errors import PipelineError
 from lp_pipe.pipeline.compute.split_backward import Root, edge_of, leaves_behind
 from lp_pipe.pipeline.compute.stage import Stage
-from lp_pipe.pipeline.layers.message import tensors_of
 
 _BY_ITS_NAME = (
     ". Or it is registered, but the layer reaches it in another way (a list, a view made by the constructor): an "
@@ -53,8 +51,8 @@ def refuse_untrained(
         )
 
 
-def refuse_detached(loss: Tensor, output: Any) -> None:
-    """Refuse a loss without a gradient. output: the last layer's, of the same micro-batch.
+def refuse_detached(loss: Tensor, *, has_output_gradient: bool) -> None:
+    """Refuse a loss without a gradient. has_output_gradient: whether the last layer's output has one.
 
     Raises:
         PipelineError: the error says whether the output has a gradient.
@@ -67,7 +65,7 @@ def refuse_detached(loss: Tensor, output: Any) -> None:
             "have the same setting: call torch.set_grad_enabled(True) before launch(), or in the function of "
             "launch(setup=...)"
         )
-    if any(tensor.requires_grad for tensor in tensors_of(output)):
+    if has_output_gradient:
         raise PipelineError(
             "the loss has no gradient, so nothing would be trained, although the last layer's output has one: the "
             "loss function detaches it (.detach(), .item(), torch.no_grad()) or does not use it"

@@ -48,16 +48,16 @@ class _Again:
     position: int
 
 
-def to_message(value: Any, kept: Collection[int] = ()) -> Message:
+def to_message(value: Any, kept: Collection[int] | None = None) -> Message:
     """Cut a stage's output from its graph, to be sent to the next stage. It shares the output's memory.
 
-    kept: addresses of the memory of the sender's parameters and buffers.
+    kept: addresses of the memory of the sender's parameters and buffers; None: do not look for `overlapping` tensors.
 
     Raises:
         PipelineError: an object that is no container holds tensors that require a gradient.
     """
     if type(value) is Tensor:  # the usual case; pytree is slow
-        is_unwritten = lies_in(value, kept) or _is_hooked_view(value)
+        is_unwritten = kept is not None and (lies_in(value, kept) or _is_hooked_view(value))
         views = (True,) if is_view(value) else ()
         return Message(value.detach(), (value.requires_grad,), views, (0,) if is_unwritten else ())
     leaves, spec = pytree.tree_flatten(value)
@@ -75,8 +75,10 @@ def to_message(value: Any, kept: Collection[int] = ()) -> Message:
             positions[id(leaf)] = position
             sent.append(leaf.detach())
     are_views = tuple(is_view(tensor) for tensor in tensors)
-    unwritten = {place for place, tensor in enumerate(tensors) if lies_in(tensor, kept) or _is_hooked_view(tensor)}
-    unwritten.update(overlapping(tensors))
+    unwritten: set[int] = set()
+    if kept is not None:
+        unwritten = {place for place, tensor in enumerate(tensors) if lies_in(tensor, kept) or _is_hooked_view(tensor)}
+        unwritten.update(overlapping(tensors))
     value = pytree.tree_unflatten(sent, spec)
     return Message(value, wanted, are_views if any(are_views) else (), tuple(sorted(unwritten)))
 

@@ -8,27 +8,37 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lp_pipe.errors import PipelineError
+from lp_pipe.pipeline.layers.model import Model
 from lp_pipe.pipeline.layers.overlaps import address_of, overlapping
 from lp_pipe.private_torch import buffers_of, hooks_of, is_batch_norm, parameters_of
 
 
-def check_model(loss: Any, sources: Sequence[Any]) -> None:
-    """Refuse a model with parts that stages cannot copy or train.
+def refuse_lazy_layers(model: Model, sources: Sequence[Any]) -> None:
+    """Refuse ready-made layers with a parameter that has no shape yet.
 
     Raises:
-        PipelineError: a parameter has hooks, which copies do not have, or no shape yet, or is TorchScript's; or the
-            loss has parameters, which no stage would train.
+        PipelineError: the error names the parameter.
     """
-    for index, source in enumerate(sources):
-        if isinstance(source, nn.Module):
-            refuse_lazy(source, f"layer {index}")
-            _refuse_hooks(source, index)
-            _refuse_scripted(source, index)
+    for index, source in _ready_made(sources):
+        refuse_lazy(source, f"layer {index}")
+
+
+def refuse_trained_loss(model: Model, sources: Sequence[Any]) -> None:
+    """Refuse a loss with parameters.
+
+    Raises:
+        PipelineError: no stage would train them.
+    """
+    loss = model.loss
     if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
         raise PipelineError(
             f"the loss, {type(loss).__name__}, has parameters, which no stage would train: put them into the model's "
             "last layer, or give them requires_grad_(False)"
         )
+
+
+def _ready_made(sources: Sequence[Any]) -> list[tuple[int, nn.Module]]:
+    return [(index, source) for index, source in enumerate(sources) if isinstance(source, nn.Module)]
 
 
 def refuse_time_first(sources: Sequence[Any], first_layer: int = 0) -> None:
@@ -76,8 +86,14 @@ def refuse_inference(module: nn.Module, what: str) -> None:
             )
 
 
-def _refuse_hooks(module: nn.Module, index: int) -> None:
-    for name, parameter in module.named_parameters():
+def refuse_hooks(model: Model, sources: Sequence[Any]) -> None:
+    """Refuse ready-made layers with hooks of parameters.
+
+    Raises:
+        PipelineError: the stage's copy would not have the hook.
+    """
+    named = [(index, *item) for index, source in _ready_made(sources) for item in source.named_parameters()]
+    for index, name, parameter in named:
         if hooks_of(parameter, "backward", "post_accumulate_grad"):
             raise PipelineError(
                 f"parameter {name!r} of layer {index} has a hook, which the stage's copy would not have: make the "
@@ -85,13 +101,19 @@ def _refuse_hooks(module: nn.Module, index: int) -> None:
             )
 
 
-def _refuse_scripted(module: nn.Module, index: int) -> None:
-    scripted = [part for part in module.modules() if isinstance(part, torch.jit.ScriptModule)]
-    if any(parameter.requires_grad for part in scripted for parameter in part.parameters()):
-        raise PipelineError(
-            f"layer {index} has a scripted module, of which torch makes no copies that can be trained: make it with "
-            "pp.Layer, as pp.Layer(lambda: torch.jit.script(Block()))"
-        )
+def refuse_scripted(model: Model, sources: Sequence[Any]) -> None:
+    """Refuse ready-made layers that TorchScript has made.
+
+    Raises:
+        PipelineError: torch makes no copies of them that can be trained.
+    """
+    for index, source in _ready_made(sources):
+        scripted = [part for part in source.modules() if isinstance(part, torch.jit.ScriptModule)]
+        if any(parameter.requires_grad for part in scripted for parameter in part.parameters()):
+            raise PipelineError(
+                f"layer {index} has a scripted module, of which torch makes no copies that can be trained: make it "
+                "with pp.Layer, as pp.Layer(lambda: torch.jit.script(Block()))"
+            )
 
 
 def views(sources: Sequence[Any]) -> dict[str, str]:

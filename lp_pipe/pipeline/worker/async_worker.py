@@ -14,12 +14,12 @@ from lp_pipe.pipeline.compute.weight_versions import WeightVersions
 from lp_pipe.pipeline.protocol import Report, StepTask
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.updates import Timing, Turn, turns
-from lp_pipe.pipeline.worker.execution import Execution, Operation
+from lp_pipe.pipeline.worker.execution import Execution, Hook, Operation, hooked
 from lp_pipe.pipeline.worker.metering import Metering
 from lp_pipe.pipeline.worker.microbatch_source import MicrobatchSource
+from lp_pipe.pipeline.worker.nonfinite import UpdateGuard
 from lp_pipe.pipeline.worker.reduction import Reduction
 from lp_pipe.pipeline.worker.training import Training
-from lp_pipe.pipeline.worker.update_guard import UpdateGuard
 from lp_pipe.training.buffer_snapshot import BufferSnapshot
 
 
@@ -146,8 +146,7 @@ class AsyncWorker(Lookahead):
         self._microbatch_source = microbatch_source
         self._metering = metering
         self._guard = guard
-        self._training_actions = guard.around(execution.training) if guard is not None else execution.training
-        self._doing = self._training_actions
+        self._doing = execution.training
         self._modules = stage.modules()
         self._versions = WeightVersions(self._modules, training.named_parameters)
         self._next: Operation | None = None  # the next step, some forwards of which are done
@@ -155,7 +154,7 @@ class AsyncWorker(Lookahead):
         self._boundary: BufferSnapshot | None = None  # the buffers before these forwards
         self._order = StepOrder()
 
-    def run(self, task: StepTask, following: StepTask | None, after: int) -> Report:
+    def run(self, task: StepTask, following: StepTask | None, after: int, hooks: tuple[Hook, ...]) -> Report:
         """Run one step.
 
         following: the next one, whose first forwards are done on the way. after: the tag of the one before; 0: none.
@@ -165,8 +164,10 @@ class AsyncWorker(Lookahead):
             ChannelClosed: a neighbour has ended, or the step was aborted.
         """
         with self._order.step(task.tag, after):
+            if self._guard is not None:
+                hooks = (self._guard, *hooks)
             try:
-                with self._metering.around(self._training_actions) as self._doing:
+                with hooked(self._execution.training, hooks) as self._doing:
                     return self._run(task, following)
             finally:
                 self._versions.use_own()

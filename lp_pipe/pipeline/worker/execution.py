@@ -1,9 +1,12 @@
 """The executor of a schedule's actions on a worker's stages: receives, computes and sends what each action needs."""
 
-import itertools
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +14,6 @@ from torch import Tensor
 
 from lp_pipe.errors import PipelineError, add_note
 from lp_pipe.pipeline.compute.stage import EVALUATION, Stage
-from lp_pipe.pipeline.compute.untrained_parameters import refuse_detached, refuse_untrained
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.batch_dims import unmarked
 from lp_pipe.pipeline.layers.batch_gradients import detached_copy, gradients_of, with_gradient
@@ -21,7 +23,6 @@ from lp_pipe.pipeline.loss_metrics import add_metrics
 from lp_pipe.pipeline.protocol import NOTHING_MORE, Report, Wanted
 from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.ir import WORDS
-from lp_pipe.pipeline.worker.copied_parameters import CopiedParameters
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.side_channels import SideChannels
 from lp_pipe.telemetry import positions
@@ -61,6 +62,28 @@ class Operation:
 
 
 RunAction = Callable[[Action, Operation], None]
+
+
+class Hook(ABC):
+    """Something that is done around the actions of operations: a measurement, a search, a check."""
+
+    @abstractmethod
+    def operation(self) -> AbstractContextManager[object]:
+        """Return the context of an operation, whose actions go through `around`."""
+
+    @abstractmethod
+    def around(self, run: RunAction, action: Action, operation: Operation) -> None:
+        """Run an action, and do what the hook is for before and after it."""
+
+
+@contextlib.contextmanager
+def hooked(doing: Mapping[str, RunAction], hooks: Iterable[Hook]) -> Iterator[Mapping[str, RunAction]]:
+    """Yield what to call for the actions of an operation in place of `doing`, so that all hooks see them."""
+    with contextlib.ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook.operation())
+            doing = {op: partial(hook.around, run) for op, run in doing.items()}
+        yield doing
 
 
 class _Route(NamedTuple):
@@ -125,10 +148,8 @@ class Execution:
             "W": self._backward_weights,
         }
         self.inference: Mapping[str, RunAction] = {"F": self._infer}
-        self._copied = CopiedParameters(config, stages)
         self._routes: dict[Action, _Route] = {}
         self._at: tuple[Action, Operation] | None = None
-        self._looked_through: set[int] = set()  # stages
         positions.add(self)
 
     def position(self) -> str:
@@ -141,14 +162,12 @@ class Execution:
         return f"{self._describe(action)}, {operation.when}, {done} action{'s' * (done != 1)} done"
 
     def run(self, actions: Iterable[Action], operation: Operation, doing: Mapping[str, RunAction]) -> None:
-        """Do one action after another. doing: `training` or `inference`, perhaps wrapped.
+        """Do one action after another. doing: `training` or `inference`, perhaps `hooked`.
 
         Raises:
             Exception: a layer's own, with a note that says where.
             ChannelClosed: a neighbour has ended, or the operation was aborted.
-            PipelineError: a forward has written to a parameter that has copies.
         """
-        before = self._copied.states(trains=operation.step != EVALUATION)
         try:
             for action in actions:
                 self._at = action, operation
@@ -159,7 +178,6 @@ class Execution:
             raise
         finally:
             self._at = None
-        self._copied.check(before)
 
     def _forward(self, action: Action, operation: Operation) -> None:
         route = self._route(action)
@@ -172,20 +190,9 @@ class Execution:
             if operation.wanted.outputs:  # before the loss, which may write to it
                 operation.report.outputs[action.microbatch] = to_host(detached_copy(value), self._device)
             operation.losses[action.microbatch] = self._loss(value, action.microbatch, operation)
-            refuse_detached(operation.losses[action.microbatch][0], value)
-        if action.stage not in self._looked_through:
-            self._look_through(action, number, operation)
         route.note(operation, start)
         route.hand_on(operation, value)
         self._side.send_values(action, operation.tag, skips)
-
-    def _look_through(self, action: Action, number: int, operation: Operation) -> None:
-        """Look through the first graph of each stage for parameters that no optimizer would train."""
-        stash = self._stages[action.stage].activation_stash[number]
-        outputs = [*stash.outputs, *itertools.chain.from_iterable(stash.stashed.values())]
-        loss, _ = operation.losses.get(action.microbatch, (None, None))
-        refuse_untrained(self._stages.values(), outputs, loss, is_asynchronous=self._config.is_asynchronous)
-        self._looked_through.add(action.stage)
 
     def _backward(self, action: Action, operation: Operation) -> None:
         route = self._route(action)

@@ -1,19 +1,20 @@
 """Measures what a stage worker has in memory during its steps, when it is asked to."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
 from lp_pipe.pipeline.compute.activation_meter import ActivationMeter, bytes_of
 from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.schedule import Action
-from lp_pipe.pipeline.worker.execution import Operation, RunAction
+from lp_pipe.pipeline.worker.execution import Hook, Operation, RunAction
 from lp_pipe.pipeline.worker.training import Training
 from lp_pipe.private_torch import buffers_of, parameters_of, pytree
 
 
-class Metering:
+class Metering(Hook):
     """Measures memory of the worker with these modules. place: (worker, replica). stages: its virtual stages."""
 
     def __init__(
@@ -54,31 +55,29 @@ class Metering:
             deferred_bytes=meter.deferred_bytes,
         )
 
-    @contextlib.contextmanager
-    def around(self, doing: Mapping[str, RunAction]) -> Iterator[Mapping[str, RunAction]]:
-        """Yield what to call for the actions of a step in place of `doing`."""
-        if self._meter is None:
-            yield doing
-            return
-        with self._meter.counting() as meter:
-            yield {op: self._counted(op, run, meter) for op, run in doing.items()}
+    @property
+    def is_on(self) -> bool:
+        """Whether the next steps are measured."""
+        return self._meter is not None
+
+    def operation(self) -> AbstractContextManager[object]:
+        assert self._meter is not None, "steps are measured after start"
+        return self._meter.counting()
+
+    def around(self, run: RunAction, action: Action, operation: Operation) -> None:
+        meter = self._meter
+        assert meter is not None, "steps are measured after start"
+        # Again for each action: one of an asynchronous schedule uses other weights than the action before.
+        meter.leave_out([*self._own_tensors(), *_batch_of(operation)])
+        measured = {"F": meter.forward, "I": meter.backward_for_inputs}.get(action.op, contextlib.nullcontext)
+        with measured():
+            run(action, operation)
 
     def before_update(self, version_bytes: int = 0) -> None:
         """Measure gradients and older weights, before an update. version_bytes: of older weights that are kept now."""
         if self._meter is not None:
             self._gradient_bytes = self._training.bytes()[1]
             self._version_bytes = max(self._version_bytes, version_bytes)
-
-    def _counted(self, op: str, run: RunAction, meter: ActivationMeter) -> RunAction:
-        around = {"F": meter.forward, "I": meter.backward_for_inputs}.get(op, contextlib.nullcontext)
-
-        def counted(action: Action, operation: Operation) -> None:
-            # Again for each action: one of an asynchronous schedule uses other weights than the action before.
-            meter.leave_out([*self._own_tensors(), *_batch_of(operation)])
-            with around():
-                run(action, operation)
-
-        return counted
 
     def _own_tensors(self) -> Iterator[Tensor]:
         for module in self._modules:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lp_pipe.errors import NonFiniteError
@@ -15,16 +16,19 @@ from lp_pipe.pipeline.compute.recompute import is_recomputing
 from lp_pipe.pipeline.compute.stage import LayerCall, Stage
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.message import tensors_of
+from lp_pipe.pipeline.layers.microbatches import apart
 from lp_pipe.pipeline.layers.skips import call
 from lp_pipe.pipeline.results import NonFinite
 from lp_pipe.pipeline.schedule import Action
-from lp_pipe.pipeline.worker.execution import Operation, RunAction
+from lp_pipe.pipeline.worker.execution import Hook, Operation, RunAction
+from lp_pipe.pipeline.worker.training import Training
 from lp_pipe.training.gradients import is_finite
 
 LOSS = "the loss function"
+_AFTER = "earlier updates have been made: load() a checkpoint to go on"
 
 
-class NonFiniteSearch:
+class NonFiniteSearch(Hook):
     """Looks at every layer of the worker `node`'s stages. names: of the layers, by index."""
 
     def __init__(
@@ -34,20 +38,17 @@ class NonFiniteSearch:
         self._stages = stages
         self.names = names
         self.node = node
-        self._found: list[NonFinite] = []
+        # For each micro-batch and stage of the last operation: the first layer in the forward, and in the backward.
+        self.found: list[NonFinite] = []
 
     @contextlib.contextmanager
-    def around(self, doing: Mapping[str, RunAction], found: list[NonFinite]) -> Iterator[Mapping[str, RunAction]]:
-        """Yield what to call for the actions of a step in place of `doing`; places are added to `found`.
-
-        For each micro-batch and stage: the first layer in the forward, and the first in the backward.
-        """
-        self._found = found
+    def operation(self) -> Iterator[None]:
+        self.found = []
         before = {stage: stage.watch for stage in self._stages.values()}
         for stage in before:
             stage.watch = partial(self._layer, stage)
         try:
-            yield {op: partial(self._forward if op == "F" else self._backward, run) for op, run in doing.items()}
+            yield
         finally:
             for stage, watch in before.items():
                 stage.watch = watch
@@ -68,18 +69,15 @@ class NonFiniteSearch:
             self._on_gradients(value, stage, place.microbatch, place.layer + 1, LOSS)
         return value
 
-    def _forward(self, run: RunAction, action: Action, operation: Operation) -> None:
-        run(action, operation)
-        if action.stage == self._last_stage and not is_finite(operation.losses[action.microbatch][0]):
-            stage = self._stages[action.stage]
-            self._note(False, stage, action.microbatch, stage.last_layer + 1, f"the output of {LOSS}")
-
-    def _backward(self, run: RunAction, action: Action, operation: Operation) -> None:
+    def around(self, run: RunAction, action: Action, operation: Operation) -> None:
         run(action, operation)
         stage = self._stages[action.stage]
-        found = self.bad_gradient(stage)
-        if found is not None:
-            self._note(True, stage, action.microbatch, *found)
+        if action.op != "F":
+            found = self.bad_gradient(stage)
+            if found is not None:
+                self._note(True, stage, action.microbatch, *found)
+        elif action.stage == self._last_stage and not is_finite(operation.losses[action.microbatch][0]):
+            self._note(False, stage, action.microbatch, stage.last_layer + 1, f"the output of {LOSS}")
 
     def _on_gradients(self, value: Any, stage: Stage, microbatch: int, layer: int, of: str) -> None:
         def look(gradient: Tensor) -> None:
@@ -103,7 +101,73 @@ class NonFiniteSearch:
         return NonFinite(is_backward, microbatch, layer, self.names.get(layer, LOSS), stage.index, self.node, what)
 
     def _note(self, is_backward: bool, stage: Stage, microbatch: int, layer: int, what: str) -> None:
-        self._found.append(self.place(is_backward, stage, microbatch, layer, what))
+        self.found.append(self.place(is_backward, stage, microbatch, layer, what))
+
+
+class UpdateGuard(Hook):
+    """Keeps NaN and infinity out of the updates of an asynchronous schedule (`on_nan="stop"`).
+
+    A step cannot run again to find the layer: the weights have changed by then. So the stage checks its output before
+    it sends it, and its gradients before it updates. Only a bad output makes the stage's layers run once more.
+    """
+
+    def __init__(self, stage: Stage, training: Training, search: NonFiniteSearch, config: PipelineConfig) -> None:
+        self._stage = stage
+        self._training = training
+        self._search = search
+        self._is_last = stage.index == config.last_stage
+        self._input: Any = None
+
+    @contextlib.contextmanager
+    def operation(self) -> Iterator[None]:
+        self._stage.watch = self._layer
+        try:
+            yield
+        finally:
+            self._stage.watch = None
+
+    def around(self, run: RunAction, action: Action, operation: Operation) -> None:
+        run(action, operation)
+        if not self._is_last or action.op != "F":
+            return
+        loss = operation.losses[action.microbatch][0]
+        if not is_finite(loss):
+            layer, what = self._stage.last_layer + 1, f"the output of {LOSS}"
+            self._fail(operation.step, f"the loss is {loss.item()}", False, action.microbatch, layer, what)
+
+    def check_gradients(self, step: int, microbatch: int) -> None:
+        """Check the gradients before an update, when the parameters that it changes are in their places.
+
+        Raises:
+            NonFiniteError: a gradient is not finite; names the layer.
+        """
+        if self._training.has_finite_gradients():
+            return
+        found = self._search.bad_gradient(self._stage)
+        assert found is not None, "one of them is not finite"
+        self._fail(step, "the gradients are not finite", True, microbatch, *found)
+
+    def _layer(self, place: LayerCall, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
+        if is_recomputing():
+            return call(layer, (value,), skips)
+        if place.layer == self._stage.first_layer:
+            self._input = apart((value, value))[1]  # a layer may write to it
+        made = call(layer, (value,), skips)
+        if place.layer == self._stage.last_layer:
+            value, self._input = self._input, None
+            if not is_finite(made):
+                self._fail_in_forward(place, value)
+        return made
+
+    def _fail_in_forward(self, place: LayerCall, value: Any) -> None:
+        with torch.no_grad(), self._search.operation():
+            self._stage.run_again(value, place.step, place.microbatch)
+        where = first(self._search.found)
+        raise error_of(place.step, f"step {place.step}: an output is not finite", where, _AFTER)
+
+    def _fail(self, step: int, what: str, is_backward: bool, microbatch: int, layer: int, where: str) -> None:
+        place = self._search.place(is_backward, self._stage, microbatch, layer, where)
+        raise error_of(step, f"step {step}: {what}", place, _AFTER)
 
 
 def first(found: Iterable[NonFinite]) -> NonFinite | None:

@@ -45,29 +45,30 @@ from lp_pipe.pipeline.protocol import (
     UpdateProgress,
     WorkerInfo,
 )
-from lp_pipe.pipeline.results import NonFinite, StageMemory
+from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
 from lp_pipe.pipeline.worker.async_worker import AsyncWorker, Lookahead, NoLookahead
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
-from lp_pipe.pipeline.worker.execution import Execution, Operation, RunAction
+from lp_pipe.pipeline.worker.execution import Execution, Hook, Operation, hooked
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.metering import Metering
 from lp_pipe.pipeline.worker.microbatch_source import MicrobatchSource
 from lp_pipe.pipeline.worker.mirror_store import MirrorStore
 from lp_pipe.pipeline.worker.module_settings import ModuleSettings, with_loss
 from lp_pipe.pipeline.worker.neighbours import Neighbours, own_hub
-from lp_pipe.pipeline.worker.nonfinite import NonFiniteSearch
+from lp_pipe.pipeline.worker.nonfinite import NonFiniteSearch, UpdateGuard
 from lp_pipe.pipeline.worker.reduction import Reduction
 from lp_pipe.pipeline.worker.restart_check import RestartCheck
+from lp_pipe.pipeline.worker.rules import StepRules, copied_parameters
 from lp_pipe.pipeline.worker.shares import Shares
 from lp_pipe.pipeline.worker.side_channels import SideChannels
 from lp_pipe.pipeline.worker.training import Training
-from lp_pipe.pipeline.worker.update_guard import UpdateGuard
 from lp_pipe.pipeline.worker.worker_state import WorkerState
 from lp_pipe.private_torch import buffers_of, parameters_of, version_of
+from lp_pipe.training.buffer_snapshot import BufferPlace
 from lp_pipe.training.device import choose_device, current, to_host
-from lp_pipe.training.forward_writes import ForwardWrites
 from lp_pipe.training.rng import change_place, step_rng
+from lp_pipe.training.write_tracker import WriteTracker
 
 
 class StageWorker(CommandService):
@@ -102,7 +103,8 @@ class StageWorker(CommandService):
         self._settings = ModuleSettings(
             with_loss((item for stage in self._stages.values() for item in stage.named_modules()), loss.call)
         )
-        self._writes = ForwardWrites(self._inner, self.training.named_parameters.items(), self._modules)
+        self._writes = self._write_tracker()
+        self._rules = StepRules(pipeline, self._stages, pipeline.replicas[self._worker])
         self._metering = Metering(self._inner, self.training, (self._worker, self._replica), list(self._stages))
         self._search = NonFiniteSearch(pipeline, self._stages, names_by_index(worker.sources.values()), node.name)
         self._microbatch_source = MicrobatchSource(pipeline, self._stages, feeder, node.name, self.device)
@@ -174,17 +176,15 @@ class StageWorker(CommandService):
         self._restart_check.note_change()
         if self._config.callbacks:
             self._apply_callbacks(task.step)
-        operation = self._run(task, scale, self._metering.around(self._execution.training))
+        operation = self._run(task, scale, self._hooks())
         self._metering.before_update()
         self._reduction.reduce(task.tag, self.training.parameters, self._modules, self._writes.buffers_before)
         self.training.examine(operation.report, self._config, scale)
         return operation.report
 
     def search_non_finite(self, command: SearchNonFinite) -> Report:
-        found: list[NonFinite] = []
-        doing = self._search.around(self._execution.training, found)
-        report = self._run(command.task, command.scale, doing).report
-        report.nonfinite = found
+        report = self._run(command.task, command.scale, (self._search,)).report
+        report.nonfinite = self._search.found
         return report
 
     def train_async(self, command: TrainAsync) -> Report:
@@ -192,15 +192,22 @@ class StageWorker(CommandService):
         self._restart_check.note_change()
         self._writes.forget()  # a failed asynchronous step is not undone
         with current(self.device):
-            return self._lookahead.run(command.task, command.following, command.after)
+            return self._lookahead.run(command.task, command.following, command.after, self._hooks())
 
     def infer(self, command: Infer) -> Report:
         schedule = forward_on(self._config.placement, command.microbatches)
         self._lookahead.discard()  # its messages are in the channels in front of these
         inputs, targets = aligned(command.inputs), aligned(command.targets)
         operation = self._microbatch_source.of(command.tag, EVALUATION, inputs, targets)
-        with torch.no_grad(), current(self.device), eval_mode(self._inner), self._writes.undone(command.tag):
-            self._execution.run(self._part_of(schedule), operation, self._execution.inference)
+        hooks = (self._rules,) if self._rules.are_due(trains=False) else ()
+        with (
+            torch.no_grad(),
+            current(self.device),
+            eval_mode(self._inner),
+            self._writes.undone(command.tag),
+            hooked(self._execution.inference, hooks) as doing,
+        ):
+            self._execution.run(self._part_of(schedule), operation, doing)
         return operation.report
 
     def apply(self, command: Apply) -> None:
@@ -240,7 +247,7 @@ class StageWorker(CommandService):
         self._versions_before = self._tensor_versions()
         with current(self.device), self._rng_of_change(command.step):
             result = self._settings.apply(command.change)
-        self._writes.note_loaded()
+        self._note_changed_modules()
         return to_host(result, self.device)
 
     def get_settings(self, _: GetSettings) -> Settings:
@@ -257,7 +264,11 @@ class StageWorker(CommandService):
             self._rng_of_change(step),
         ):
             if self._settings.apply_due(self._config.callbacks, step):
-                self._writes.note_loaded()
+                self._note_changed_modules()
+
+    def _note_changed_modules(self) -> None:
+        self._writes.note_loaded()
+        self._rules.note_change()
 
     def _rng_of_change(self, step: int) -> AbstractContextManager[None]:
         """Seed random numbers that a user's function draws before step `step`."""
@@ -268,14 +279,25 @@ class StageWorker(CommandService):
         states = [(*parameters_of(module).values(), *buffers_of(module).values()) for module in self._modules]
         return [version_of(tensor) for state in states for tensor in state if tensor is not None]
 
-    def _run(
-        self, task: StepTask, scale: float | None, actions: AbstractContextManager[Mapping[str, RunAction]]
-    ) -> Operation:
+    def _hooks(self) -> tuple[Hook, ...]:
+        """Return the hooks of the next step; usually there are none."""
+        metering = (self._metering,) if self._metering.is_on else ()
+        return (*metering, self._rules) if self._rules.are_due(trains=True) else metering
+
+    def _write_tracker(self) -> WriteTracker:
+        named = {id(parameter): (name, parameter) for name, parameter in self.training.named_parameters.items()}
+        refused: dict[str | BufferPlace, str] = {}
+        for name, parameter, why in copied_parameters(self._config, self._stages):
+            known, _ = named.setdefault(id(parameter), (name, parameter))  # not known: a borrowed one
+            refused.setdefault(known, why)
+        return WriteTracker(self._inner, named.values(), self._modules, refused=refused)
+
+    def _run(self, task: StepTask, scale: float | None, hooks: tuple[Hook, ...]) -> Operation:
         """Run the forwards and backwards of a step."""
         schedule = self._config.schedule_for(task.microbatches)
         operation = self._microbatch_source.operation(task, scale)
         self._writes.begin(task.tag, trains=True)
-        with current(self.device), actions as doing:
+        with current(self.device), hooked(self._execution.training, hooks) as doing:
             self._execution.run(self._part_of(schedule), operation, doing)
         self._writes.end(trains=True)
         return operation

@@ -31,7 +31,7 @@ from lp_pipe.pipeline.worker.module_settings import ModuleSettings
 from lp_pipe.pipeline.worker.restart_check import RestartCheck
 from lp_pipe.pipeline.worker.training import Training
 from lp_pipe.training.device import to_host
-from lp_pipe.training.forward_writes import ForwardWrites
+from lp_pipe.training.write_tracker import WriteTracker
 
 
 class WorkerState:
@@ -47,7 +47,7 @@ class WorkerState:
         training: Training,
         loss: StageLoss,
         settings: ModuleSettings,
-        writes: ForwardWrites,
+        writes: WriteTracker,
         microbatch_source: MicrobatchSource,
         restart_check: RestartCheck,
         device: torch.device,

@@ -141,4 +141,4 @@ def test_asynchronous_schedules_want_a_layers_own_parameters_by_their_names() ->
 def test_a_loss_without_gradient_names_the_grad_mode_that_the_script_has_set() -> None:
     output = torch.ones(2)
     with torch.no_grad(), pytest.raises(PipelineError, match="set_grad_enabled"):
-        refuse_detached(output.sum(), output)
+        refuse_detached(output.sum(), has_output_gradient=output.requires_grad)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.compute.written_buffers import WrittenBuffers
+from lp_pipe.training.write_tracker import WritePolicy, WriteTracker
 from tests.pipeline.plain_loop import D, PlainLoop, assert_same_state, launched, random_batches, sgd, squared_error
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -76,12 +76,12 @@ class SharesMemory(nn.Module):
 def test_what_is_one_buffer_stays_one() -> None:
     module = SharesMemory()
     before = dict(module.named_buffers(remove_duplicate=False))
-    buffers = WrittenBuffers([module])
-    buffers.renew()  # of a forward that has not been seen yet
-    with buffers.watched():
+    buffers = WriteTracker(with_buffers=[module], buffers=WritePolicy.COPY)
+    buffers.separate()  # of a forward that has not been seen yet
+    with buffers.tracked():
         module.whole += 1
         module.one += 1
-    buffers.renew()
+    buffers.separate()
     after = dict(module.named_buffers(remove_duplicate=False))
     assert {name for name in before if after[name] is not before[name]} == {"one", "same"}
     assert after["one"] is after["same"]

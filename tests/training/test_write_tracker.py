@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lp_pipe.training.forward_writes import ShortenedRows, layers_with_max_norm
+from lp_pipe.training.write_tracker import ShortenedRows, layers_with_max_norm
 
 
 def embedding(**options: Any) -> nn.Embedding:
