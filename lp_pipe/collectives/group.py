@@ -3,15 +3,16 @@
 import json
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lp_pipe.collectives.backend import Backend
+from lp_pipe.collectives.backend import Backend, GenerationOver
 from lp_pipe.collectives.inproc import InprocBackend
+from lp_pipe.collectives.shm import OwnRankFile, RankFile, ShmBackend, is_shm_backend_supported, opened_rank_file
 from lp_pipe.connections import inproc
 from lp_pipe.context import context
 from lp_pipe.membership import Membership
@@ -19,24 +20,29 @@ from lp_pipe.private_torch import pytree
 from lp_pipe.telemetry import waits
 
 
-class Endpoint(NamedTuple):
-    """What each member tells the others. token: differs at each meeting."""
+class Facts(NamedTuple):
+    """What each member tells the others. token: differs at each meeting. file: how to open its RankFile; "": not."""
 
     pid: int
-    is_thread: bool
     token: str
-
-    @classmethod
-    def own(cls) -> "Endpoint":
-        is_thread = context().services.new_endpoint().startswith(inproc.SCHEME)
-        return cls(os.getpid(), is_thread, uuid.uuid4().hex)
+    file: str
 
     def to_bytes(self) -> bytes:
         return json.dumps(self).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Endpoint":
+    def from_bytes(cls, data: bytes) -> "Facts":
         return cls(*json.loads(data))
+
+
+class OwnEnd:
+    """What this node has opened, so that the other members can reach it."""
+
+    def __init__(self) -> None:
+        usual = context().services.new_endpoint()
+        is_thread = usual.startswith(inproc.SCHEME)
+        self.file = OwnRankFile() if is_shm_backend_supported and not is_thread else None
+        self.facts = Facts(os.getpid(), uuid.uuid4().hex, self.file.announced.decode() if self.file else "")
 
 
 class Group:
@@ -63,10 +69,10 @@ class Group:
             Unavailable: the program stops.
             ValueError: the backend cannot join these members.
         """
-        node = context()
+        node, own = context(), OwnEnd()
         with waits.waiting(waits.RESOLVE, waits.Target("", "", f"group {group!r}"), "meet"):
-            membership = node.services.meet(group, generation, Endpoint.own().to_bytes()).result()
-        found = cls(membership, open_backend(membership, backend))
+            membership = node.services.meet(group, generation, own.facts.to_bytes()).result()
+        found = cls(membership, open_backend(membership, backend, own))
         over = node.services.generation_over(group, membership.generation)
         over.add_done_callback(found._on_over)
         node.exit_stack.callback(found.backend.close)
@@ -154,15 +160,33 @@ class Group:
         return self.backend.empty(numel, dtype) if on_host else torch.empty(numel, dtype=dtype, device=device)
 
 
-def open_backend(membership: Membership, name: str) -> Backend:
+def open_backend(membership: Membership, name: str, own: OwnEnd) -> Backend:
     """Open the backend of this name for these members.
 
     Raises:
         ValueError: it does not exist, or cannot join them.
+        GenerationOver: a member is gone.
     """
-    members = [Endpoint.from_bytes(endpoint) for endpoint in membership.endpoints]
-    if name == "auto" or name == "inproc":
-        if len({member.pid for member in members}) == 1:
-            return InprocBackend(membership)
-        raise ValueError("backend 'inproc' joins threads of one process")
-    raise ValueError(f"backend {name!r} is unknown")
+    members = [Facts.from_bytes(endpoint) for endpoint in membership.endpoints]
+    is_one_process = len({member.pid for member in members}) == 1
+    if name == "inproc" or (name == "auto" and is_one_process):
+        if not is_one_process:
+            raise ValueError(f"backend 'inproc' joins threads of one process, not {', '.join(membership.members)}")
+        return InprocBackend(membership)
+    if name in ("shm", "auto"):
+        return ShmBackend(membership, _rank_files(membership, members, own))
+    raise ValueError(f"backend must be one of auto, inproc, shm, got {name!r}")
+
+
+def _rank_files(membership: Membership, members: Sequence[Facts], own: OwnEnd) -> list[RankFile]:
+    files: list[RankFile] = []
+    for name, member in zip(membership.members, members, strict=True):
+        if member.token == own.facts.token:
+            assert own.file is not None
+            files.append(own.file)
+            continue
+        try:
+            files.append(opened_rank_file(member.file.encode()))
+        except OSError as error:
+            raise GenerationOver(f"{name} has ended") from error
+    return files

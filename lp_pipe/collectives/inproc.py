@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lp_pipe.collectives.backend import Call, GenerationOver, mismatch_text, place_of_call
-from lp_pipe.collectives.shared_memory import Parts, SharedMemoryBackend
+from lp_pipe.collectives.shared_memory import SharedMemoryBackend
 from lp_pipe.errors import CollectiveMismatch
 from lp_pipe.membership import Membership
 from lp_pipe.telemetry import waits
@@ -83,7 +83,6 @@ class InprocBackend(SharedMemoryBackend):
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
         self._number = 0
-        self._reason = ""
         with _rooms_lock:
             self._room = _rooms.get(membership.endpoints) or _Room(membership)
             _rooms[membership.endpoints] = self._room
@@ -101,11 +100,8 @@ class InprocBackend(SharedMemoryBackend):
         self._number += 1
         return self._room.arrive(self.rank, _Arrival(self._number, call, shown, get_ident()))
 
-    def _shared(self, flat: Tensor) -> Tensor:
-        return flat
+    def _share(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        return flat, flat
 
-    def _show(self, shared: Tensor) -> Tensor:
-        return shared
-
-    def _see(self, shown: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Parts:
+    def _tensor(self, rank: int, shown: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         return shown

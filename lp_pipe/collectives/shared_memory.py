@@ -40,20 +40,22 @@ class SharedMemoryBackend(Backend):
         """
 
     @abstractmethod
-    def _shared(self, flat: Tensor) -> Tensor:
-        """Return the tensor itself if other ranks can see its memory, else a copy that they can see."""
+    def _share(self, flat: Tensor) -> tuple[Tensor, Any]:
+        """Return the tensor itself if other ranks can see its memory, else a copy that they can see; and what to show.
+
+        What is shown tells them where the tensor is.
+        """
 
     @abstractmethod
-    def _show(self, shared: Tensor) -> Any:
-        """Return what tells other ranks where a tensor of `_shared` is."""
+    def _tensor(self, rank: int, shown: Any, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the tensor that a rank has shown."""
 
-    @abstractmethod
-    def _see(self, shown: Sequence[Any], numel: int, dtype: torch.dtype) -> Parts:
-        """Return the tensors that all ranks have shown."""
+    def _tensors(self, shown: Sequence[Any], numel: int, dtype: torch.dtype) -> Parts:
+        return [self._tensor(rank, one, numel, dtype) for rank, one in enumerate(shown)]
 
     def _pieces(self, shown: Sequence[Any], numel: int, dtype: torch.dtype) -> Sequence[Parts]:
         """Return the pieces of this rank's part of the tensors that all ranks have shown."""
-        tensors = self._see(shown, numel, dtype)
+        tensors = self._tensors(shown, numel, dtype)
         per_rank = -(-numel // self.world_size // _LINE) * _LINE if numel else 0
         start, end = (min(numel, rank * per_rank) for rank in (self.rank, self.rank + 1))
         return list(_cut(tensors, start, end, dtype.itemsize))
@@ -62,9 +64,9 @@ class SharedMemoryBackend(Backend):
         dtype = tensor.dtype
         reduce, divisor = reducing(op, dtype), self.world_size if op == "mean" else 1
         flat = _flat(tensor)
-        shared = self._shared(flat)
+        shared, place = self._share(flat)
         call = call or Call("all_reduce", op, dtype, tuple(tensor.shape))
-        for parts in self._pieces(self._arrive(call, self._show(shared)), len(flat), dtype):
+        for parts in self._pieces(self._arrive(call, place), len(flat), dtype):
             total, *others = parts
             for other in others:
                 reduce(total, other, out=total)
@@ -80,9 +82,9 @@ class SharedMemoryBackend(Backend):
         dtype, count = input.dtype, output.numel()
         reduce, divisor = reducing(op, dtype), self.world_size if op == "mean" else 1
         _check_parts("reduce_scatter", input, output, self.world_size)
-        flat, result = self._shared(_flat(input)), _flat(output)
+        (flat, place), result = self._share(_flat(input)), _flat(output)
         call = call or Call("reduce_scatter", op, dtype, tuple(input.shape))
-        tensors = self._see(self._arrive(call, self._show(flat)), len(flat), dtype)
+        tensors = self._tensors(self._arrive(call, place), len(flat), dtype)
         start = self.rank * count
         at = 0
         for parts in _cut(tensors, start, start + count, dtype.itemsize):
@@ -97,9 +99,9 @@ class SharedMemoryBackend(Backend):
 
     def all_gather(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
         _check_parts("all_gather", output, input, self.world_size)
-        flat = self._shared(_flat(input))
+        flat, place = self._share(_flat(input))
         call = call or Call("all_gather", "", input.dtype, tuple(input.shape))
-        tensors = self._see(self._arrive(call, self._show(flat)), len(flat), input.dtype)
+        tensors = self._tensors(self._arrive(call, place), len(flat), input.dtype)
         for part, tensor in zip(_flat(output).chunk(self.world_size), tensors, strict=False):
             part.copy_(tensor)
         self._arrive(_LEAVE, None)
@@ -108,12 +110,13 @@ class SharedMemoryBackend(Backend):
         if not 0 <= root < self.world_size:
             raise ValueError(f"broadcast: root must be a rank below {self.world_size}, got {root}")
         flat = _flat(tensor)
-        shared = self._shared(flat) if self.rank == root else None
+        shared, shown = self._share(flat) if self.rank == root else (flat, None)
         call = call or Call("broadcast", "", tensor.dtype, tuple(tensor.shape), root)
-        shown = self._arrive(call, None if shared is None else self._show(shared))
-        if shared is None:
-            flat.copy_(self._see([shown[root]], len(flat), tensor.dtype)[0])
+        of_ranks = self._arrive(call, shown)
+        if self.rank != root:
+            flat.copy_(self._tensor(root, of_ranks[root], len(flat), tensor.dtype))
         self._arrive(_LEAVE, None)
+        del shared  # its memory must last until all have read it
 
     def all_to_all(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
         if output.numel() != input.numel() or input.numel() % self.world_size:
@@ -121,9 +124,9 @@ class SharedMemoryBackend(Backend):
                 f"all_to_all: input and output must have {self.world_size} equal parts, got {input.numel()} and "
                 f"{output.numel()} elements"
             )
-        flat = self._shared(_flat(input))
+        flat, place = self._share(_flat(input))
         call = call or Call("all_to_all", "", input.dtype, tuple(input.shape))
-        tensors = self._see(self._arrive(call, self._show(flat)), len(flat), input.dtype)
+        tensors = self._tensors(self._arrive(call, place), len(flat), input.dtype)
         count = len(flat) // self.world_size
         result, start = _flat(output), self.rank * count
         for rank, tensor in enumerate(tensors):

@@ -30,7 +30,7 @@ def reduce_once(folder: Path) -> None:
     group.backend.barrier()
 
 
-@pytest.mark.parametrize("mode", ["thread"])
+@pytest.mark.parametrize("mode", ["thread", "process"])
 def test_nodes_meet_and_add_up(launched: Any, mode: str, tmp_path: Path) -> None:
     launched(program_of(2, reduce_once, tmp_path), mode).wait(WITHIN_S)
     assert [(tmp_path / name).read_text() for name in "01"] == ["[1.0, 1.0, 1.0] [1]"] * 2
@@ -55,7 +55,7 @@ def die_in_the_first_generation(folder: Path, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "how", "on_failure", "left"),
-    [("thread", "raise", "ignore", "02"), ("thread", "raise", "restart", "012")],
+    [("thread", "raise", "ignore", "02"), ("thread", "raise", "restart", "012"), ("process", "kill", "restart", "012")],
 )
 def test_survivors_of_a_death_meet_again(
     launched: Any, mode: str, how: str, on_failure: str, left: str, tmp_path: Path
