@@ -150,6 +150,10 @@ class ProcessHost(Host):
         self._signal_all(node_ids, signal.SIGTERM)
 
     def kill(self, node_ids: Iterable[str]) -> None:
+        node_ids = list(node_ids)
+        self._told_to_stop.update(node_ids)
+        for node_id in node_ids:  # first: a call that comes while the process dies is to wait for the next one
+            self._unlink_sockets(node_id)
         self._signal_all(node_ids, signal.SIGKILL)
 
     def suspend(self) -> Callable[[], object]:
@@ -299,9 +303,7 @@ class ProcessHost(Host):
             stream.connection.close("the process has ended")
         if stream is not None:
             self._faults.end(stream)
-        for address in self._specs[node_id].addresses:  # else callers would wait for the grandchild to accept
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{self.socket_dir}/{address}")
+        self._unlink_sockets(node_id)  # else callers would wait for the grandchild to accept
         self._report_death(node_id, how, deadline, can_restart)
         self._pids.pop(node_id, None)
         self._coordinator.tell(node_id, messages.Gone())
@@ -309,7 +311,8 @@ class ProcessHost(Host):
     def _report_death(self, node_id: str, how: str, deadline: float, can_restart: bool) -> None:
         """Report a process that is gone; if its code had not ended before, that is the node's failure."""
         if not self._coordinator.is_running(node_id) and can_restart:
-            if how.startswith(KILLED) and not self._coordinator.must_end(node_id):
+            is_by_us = node_id in self._told_to_stop or self._coordinator.must_end(node_id)
+            if how.startswith(KILLED) and not is_by_us:
                 _log.warning("node %s had ended, but not its threads and exit functions, when %s", node_id, how)
             return
         if node_id not in self._told_to_stop:
@@ -322,6 +325,11 @@ class ProcessHost(Host):
         output = "its last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else "it had printed nothing"
         failure = Failure("ProcessDied", how, f"The process raised no exception; {output}\n{traceback}".rstrip())
         self._coordinator.tell(node_id, messages.CodeEnded(failure, can_restart))
+
+    def _unlink_sockets(self, node_id: str) -> None:
+        for address in self._specs[node_id].addresses:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self.socket_dir}/{address}")
 
     def _signal_all(self, node_ids: Iterable[str], number: int) -> None:
         assert self._template is not None

@@ -1,6 +1,7 @@
 """The one object that knows the whole program: addresses, states, exits, the first failure, the stop."""
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -312,6 +313,12 @@ class Coordinator:
         """Return whether the node's code has not ended."""
         with self._lock:
             return self._lifecycles.nodes[node_id].state.is_alive
+
+    def uptime_s(self, node_id: str) -> float:
+        """Return for how long the node's process or thread has been up; 0 if its code has ended."""
+        with self._lock:
+            record = self._lifecycles.nodes[node_id]
+            return time.monotonic() - record.started_at if record.started_at and record.state.is_alive else 0.0
 
     def is_gone(self, node_id: str) -> bool:
         """Return whether nothing is left of the node, also when it will start again."""

@@ -173,7 +173,8 @@ class HangWatch:
         if not self._may_kill or self._has_just_slept():
             return
         for node, reason in find_hung(graph, self._may_kill).items():
-            if self._coordinator.is_running(node):
+            # A view may be of the process before: it has come from another host, and is one look old.
+            if self._coordinator.uptime_s(node) >= self._limit_s:
                 self._coordinator.node_ended(
                     node, Failure("Hung", f"no progress for {self._limit_s:g} s: {reason}", is_hang=True)
                 )

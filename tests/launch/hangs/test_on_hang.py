@@ -62,6 +62,20 @@ def test_a_node_whose_handler_hangs_is_started_again(mode: str, tmp_path: Path) 
     assert run.status()["client"][0]["restarts"] == 0
 
 
+@pytest.mark.parametrize("options", [{"mode": "process"}, {"mode": "multi_host", "hosts": "2"}])
+def test_a_call_right_after_the_kill_waits_for_the_next_process(options: dict[str, Any], tmp_path: Path) -> None:
+    def call_twice(server: Any) -> None:
+        with pytest.raises(lp.Unavailable):
+            server.ask()
+        assert server.is_first() is False  # it raised Unavailable: the dying process had reset the connection
+        lp.stop()
+
+    program = served(tmp_path / "flag", "restart", call_twice)
+    run = lp.launch(program, run_dir=tmp_path / "run", hang_after=LIMIT_S, grace=0.2, **options)
+    run.wait(WITHIN_S)
+    assert run.status()["server"][0]["restarts"] == 1
+
+
 def test_a_node_that_hangs_is_the_failure_of_its_program(mode: str, tmp_path: Path) -> None:
     program = served(tmp_path / "flag", "stop", lambda server: server.ask())
     with pytest.raises(lp.NodeError) as caught:
