@@ -122,6 +122,14 @@ class CollectiveMismatch(LpPipeError):
     """The ranks of a group are in different collective operations: another call, op, root, shape, dtype or order."""
 
 
+class DataParallelError(LpPipeError, ValueError):
+    """Replicas cannot be trained as asked, or have not all done the same; the message says what to change."""
+
+
+class NotSupported(LpPipeError, NotImplementedError):
+    """A documented option that this version of lp_pipe does not have yet."""
+
+
 class EndOfData(LpPipeError, EOFError):
     """The feeder returned None: there is no batch for this step."""
 

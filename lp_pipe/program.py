@@ -24,6 +24,7 @@ class GroupOptions:
     on_failure: str = "stop"
     max_restarts: int = 3
     on_hang: str = "report"
+    least_nodes: int = 0
 
     def check(self, label: str) -> None:
         """Refuse what no launcher could follow; errors name the group."""
@@ -92,6 +93,7 @@ class Program:
         on_failure: str = "stop",
         max_restarts: int = 3,
         on_hang: str = "report",
+        least_nodes: int = 0,
     ) -> Iterator[None]:
         """Put nodes that are added in the body into the group `label`, which may be reopened with equal options.
 
@@ -107,6 +109,8 @@ class Program:
             "report": the launcher logs it. "restart": the node is killed and started again, as after a failure, within
                 the same `max_restarts`. "stop": the node is killed, and this is the program's failure. In thread mode
                 the node's thread cannot be killed: it is left behind as a daemon.
+        least_nodes: if not 0, a node that fails and has no restart left is ignored as long as so many others of the
+            group are left; then its failure ends the program.
 
         Raises:
             ValueError: there is no label, a group is inside a group, or options differ from earlier ones of the same
@@ -117,7 +121,7 @@ class Program:
             raise ValueError("a group needs a label: program.group('feeder')")
         if self._current is not None:
             raise ValueError(f"groups cannot be nested: {label!r} inside {self._current!r}; close the outer one first")
-        options = GroupOptions(resources or Resources(), on_failure, max_restarts, on_hang)
+        options = GroupOptions(resources or Resources(), on_failure, max_restarts, on_hang, least_nodes)
         options.check(label)
         if self._options.setdefault(label, options) != options:
             raise ValueError(f"group label {label!r} was opened before with other options: {self._options[label]}")

@@ -78,7 +78,7 @@ class StaleGeneration(RuntimeError):
 _MAX_CUTS = 2  # states kept for a slow evaluator; workers wait while there are so many, which bounds the memory
 
 
-class Shard:
+class ParameterShard:
     """The base of both kinds of server. Workers wait until it is opened.
 
     cuts: versions whose state is kept until `take` asks for it.
@@ -167,7 +167,7 @@ class Shard:
         return is_repeated
 
 
-class SyncShard(Shard):
+class SyncShard(ParameterShard):
     """A shard that makes one update from the mean of one gradient of each worker, summed in rank order.
 
     Version v contains the gradients of steps 0 to v - 1, so step v starts from version v.
@@ -207,7 +207,7 @@ class SyncShard(Shard):
             self._apply(total / len(gradients))
 
 
-class AsyncShard(Shard):
+class AsyncShard(ParameterShard):
     """A shard that makes one update from each gradient, when it arrives.
 
     A gradient that is s updates late counts 1/(1 + s). With full weight, a delayed worker pushes an outdated direction,
@@ -231,4 +231,4 @@ class AsyncShard(Shard):
         return self._current
 
 
-SHARDS: dict[str, type[Shard]] = {"sync": SyncShard, "async": AsyncShard}
+SHARDS: dict[str, type[ParameterShard]] = {"sync": SyncShard, "async": AsyncShard}

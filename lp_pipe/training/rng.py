@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -75,6 +75,32 @@ class step_rng:  # a class: contextlib.contextmanager would double the cost
     ) -> None:
         _inside.microbatch = self._outer
         self._seeded.__exit__(kind, error, trace)
+
+
+class PausableRng:
+    """As `step_rng`, for a body that waits for other threads of this process, which may draw while it is paused."""
+
+    def __init__(self, seed: int, layer: int, step: int, microbatch: int) -> None:
+        self._seeded = _SeededGenerators(b"step" + _STEP.pack(seed, layer, step, microbatch))
+
+    def __enter__(self) -> Self:
+        self._seeded.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._seeded.__exit__(None, None, None)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Give the generators back in the body; the numbers go on after it as if nothing had been drawn."""
+        inside = [(generator, generator.get_state()) for generator in _generators()]
+        self._seeded.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self._seeded.__enter__()
+            for generator, state in inside:
+                generator.set_state(state)
 
 
 def optimizer_place(stage: int) -> int:

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.programs.parameter_shards import AsyncShard, Sgd, Shard, StaleGeneration, SyncShard, at_the_beginning
+from lp_pipe.programs.parameter_shards import (
+    AsyncShard,
+    ParameterShard,
+    Sgd,
+    StaleGeneration,
+    SyncShard,
+    at_the_beginning,
+)
 from tests.programs.conftest import WITHIN_S
 
 ONE = np.ones(1)
@@ -101,7 +108,7 @@ def test_workers_wait_when_nobody_takes_the_states_that_are_kept(in_a_node: InAN
 
 @pytest.mark.parametrize("kind", [SyncShard, AsyncShard])
 def test_a_new_generation_forgets_what_the_old_one_did_and_frees_all_who_wait_in_it(
-    in_a_node: InANode, kind: type[Shard]
+    in_a_node: InANode, kind: type[ParameterShard]
 ) -> None:
     async def body() -> None:
         shard = await opened(kind, 1, cuts=(1, 2, 4))
@@ -122,7 +129,7 @@ def test_a_new_generation_forgets_what_the_old_one_did_and_frees_all_who_wait_in
 
 
 @pytest.mark.parametrize("kind", [SyncShard, AsyncShard])
-def test_a_late_call_of_an_old_generation_changes_nothing(in_a_node: InANode, kind: type[Shard]) -> None:
+def test_a_late_call_of_an_old_generation_changes_nothing(in_a_node: InANode, kind: type[ParameterShard]) -> None:
     async def body() -> None:
         shard = await opened(kind, 1, cuts=(1,))
         await shard.open("h", at_the_beginning(np.zeros(1), 1))

@@ -62,7 +62,10 @@ class NodeLifecycles:
     def ends_unasked(self, node_id: str) -> None:
         """Note that a node has begun to end; others may notice, and stop the program, before it reports how."""
         record = self.nodes[node_id]
-        record.ends_unasked = record.state.is_alive and self.groups[record.spec.name].is_vital(record)
+        is_vital = self.groups[record.spec.name].is_vital(record)
+        if record.spec.least_nodes:
+            is_vital = is_vital and not self._has_enough_without(record)
+        record.ends_unasked = record.state.is_alive and is_vital
 
     def are_settled(self, dying: Mapping[str, int]) -> bool:
         """Return whether it is known how these processes (pids by node_id) ended, and which failure was the first."""
@@ -178,13 +181,26 @@ class NodeLifecycles:
         group.is_restarting = False
         self._restart_at.pop(record.spec.node_id, None)
         is_late = self._is_after_the_stop(record)
-        if group.policy_for(failure) == "ignore":
+        is_ignored = group.policy_for(failure) == "ignore"
+        if record.spec.least_nodes:
+            is_ignored = self._has_enough_without(record)
+            news = f"node {record.spec.node_id} failed: {failure.summary}" + "; its group goes on" * is_ignored
+        if is_ignored:
             self._end(others)
         elif self.first_failure.judge(record.spec, failure, is_late):
             self.stop_requested = True
         elif self.first_failure.first is None and is_late:  # nothing else would tell: wait() is quiet
             news = f"node {record.spec.node_id} failed after the stop: {failure.summary}"
         return news
+
+    def _has_enough_without(self, record: NodeRecord) -> bool:
+        """Return whether the node's group has as many other nodes left as it needs."""
+        names = {other.spec.name for other in self.nodes.values() if other.spec.label == record.spec.label}
+        left = [name for name in names - {record.spec.name} if self._is_left(self.groups[name])]
+        return len(left) >= record.spec.least_nodes
+
+    def _is_left(self, group: NodeGroup) -> bool:
+        return all(part.may_register or part.state.word == "finished" for part in group.parts)
 
     def _restart_with(self, others: list[NodeRecord]) -> None:
         """End the other parts of a failed node; those that have ended stay down until all can start."""

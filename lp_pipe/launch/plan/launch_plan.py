@@ -104,6 +104,7 @@ def _spec_of(node: Node[Any], options: GroupOptions, group_size: int) -> NodeSpe
         on_failure=options.on_failure,
         max_restarts=options.max_restarts,
         on_hang=options.on_hang,
+        least_nodes=options.least_nodes,
     )
 
 

@@ -14,6 +14,7 @@ class NodeSpec:
     node_id: `label/index`; of a process inside a MultiProcessingColocation `label/index.place`, with one more number
         for each colocation inside a colocation.
     addresses: the ids of the addresses where it listens.
+    least_nodes: if not 0, a failure is ignored as long as so many other nodes of the group are left.
     path: the prefix for the path to a part of an inner node, in errors: "nodes[1] (PyNode(f)): ".
     retries: how often it may fail and be started again before its failure counts as the node's.
     """
@@ -28,6 +29,7 @@ class NodeSpec:
     on_failure: str = "stop"
     max_restarts: int = 0
     on_hang: str = "report"
+    least_nodes: int = 0
     path: str = ""
     retries: int = 0
 

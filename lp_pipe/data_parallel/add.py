@@ -1,0 +1,237 @@
+"""Add replicas to a program: a node for each worker, in which the user's training function runs."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from lp_pipe.address import Address
+from lp_pipe.collectives.group import Group
+from lp_pipe.context import context
+from lp_pipe.data_parallel.replica import Replica
+from lp_pipe.data_parallel.workers import ReplicaOptions, ReplicaWorkers
+from lp_pipe.errors import DataParallelError, NotSupported, Unavailable
+from lp_pipe.handles import CourierHandle, Handle, check_arguments
+from lp_pipe.membership import Membership
+from lp_pipe.nodes import CourierNode, user_code
+from lp_pipe.program import Program
+from lp_pipe.resources import Resources
+from lp_pipe.rpc import CourierClient
+from lp_pipe.torch_version import refuse_too_old
+
+T = TypeVar("T")
+BACKENDS = ("auto", "inproc", "shm", "direct", "gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Servers that workers push gradients to and pull sums from. Not there yet: `add_replicas` refuses them."""
+
+    count: int
+    colocated: bool = True
+    partition_bytes: int = 1 << 18
+    priority: bool = True
+    compression: Any = None
+    resources: Resources | None = None
+
+
+def add_replicas(
+    program: Program,
+    train: Callable[..., Any],
+    /,
+    *args: Any,
+    replicas: int,
+    workers: int | str | None = None,
+    backend: str | Servers = "auto",
+    mode: str = "sync",
+    seed: int = 0,
+    on_failure: str = "stop",
+    max_restarts: int = 3,
+    mirror_every: int = 1,
+    group: str = "replicas",
+    resources: Resources | None = None,
+    **kwargs: Any,
+) -> "ReplicasHandle":
+    """Add workers that run `train(replica, *args, **kwargs)`, and return the handle of their common training.
+
+    replicas: the logical replicas, which decide what is learnt: a batch is cut into so many parts.
+    workers: the number of processes, at most `replicas`, which does not change what is learnt; default: `replicas`.
+        "2:8": from 2 to 8, started with 8.
+    backend: how sums travel: "inproc" (threads), "shm" (one host), "direct" (any hosts), "gloo" and "nccl" (which do
+        not sum in the order of the replicas); "auto": the fastest exact one.
+    seed: of the random numbers in shards.
+    on_failure: what the death of a worker means. "stop": the program ends. "restart": the others wait for its
+        successor, which gets their state. "shrink": the others go on without it, with its replicas.
+    max_restarts: of each worker, with "restart".
+    mirror_every, mode: of what is not there yet (zero, servers).
+    group, resources: label and Resources of the workers' nodes.
+
+    Raises:
+        DataParallelError: an option is wrong.
+        NotSupported: servers, or mode="async".
+        TypeError: `train` does not take the arguments.
+    """
+    refuse_too_old(torch.__version__)
+    if not isinstance(program, Program):
+        raise TypeError(f"add_replicas takes an lp.Program first, not {type(program).__name__}")
+    check_arguments("add_replicas", train, (None, *args), kwargs)
+    _check_count("replicas", replicas)
+    _check_count("mirror_every", mirror_every)
+    _check_mode(mode, backend)
+    if on_failure not in ("stop", "restart", "shrink"):
+        raise DataParallelError(f"on_failure must be 'stop', 'restart' or 'shrink', got {on_failure!r}")
+    if not isinstance(seed, int):
+        raise DataParallelError(f"seed must be a whole number, got {seed!r}")
+    least, most = _worker_counts(workers, replicas, on_failure)
+    options = ReplicaOptions(group, replicas, least, most, str(backend), seed, on_failure)
+    nodes = [CourierNode(ReplicaWorker, options, train, *args, **kwargs) for _ in range(most)]
+    with program.group(
+        group,
+        resources=resources,
+        on_failure="ignore" if on_failure == "shrink" else on_failure,
+        max_restarts=max_restarts,
+        least_nodes=0 if on_failure == "stop" else least,
+    ):
+        return ReplicasHandle([program.add_node(node) for node in nodes])
+
+
+class ReplicaWorker:
+    """A worker: runs `train`, and answers the clients of the handle between two steps."""
+
+    def __init__(self, options: ReplicaOptions, train: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        def meet(generation: int) -> Group:
+            return Group.meet(options.group, generation, options.backend)
+
+        self._workers = ReplicaWorkers(options, context(), meet)
+        self._replica = Replica(self._workers)
+        self._train = train
+        self._args, self._kwargs = args, kwargs
+
+    def run(self) -> None:
+        steps = self._replica.own_steps
+        try:
+            if not self._workers.options.may_change:
+                self._workers.meet()
+            args, kwargs = self._args, self._kwargs
+            self._args, self._kwargs = (), {}
+            user_code.call(self._train, self._replica, *args, **kwargs)
+            steps.leave()
+        finally:
+            steps.close()
+
+    def current_step(self) -> int:
+        """Return the number of finished steps."""
+        steps = self._replica.own_steps
+        return steps.ask(lambda: steps.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all that `replica.steps` was given, by its name there."""
+        return self._replica.own_steps.ask(self._replica.own_steps.state_dict)
+
+    def fingerprint(self) -> str:
+        """Return the sha256 of all parameters and buffers."""
+        return self._replica.own_steps.ask(self._fingerprint)
+
+    def membership(self) -> Membership:
+        """Return the workers of this generation."""
+        return self._replica.own_steps.ask(lambda: self._workers.membership)
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for model in self._replica.own_steps.models:
+            for value in model.state_dict().values():
+                if isinstance(value, Tensor):
+                    digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+class ReplicasClient:
+    """A client of replicas; the worker of the lowest rank answers, between two steps. Picklable."""
+
+    def __init__(self, workers: Sequence[CourierClient]) -> None:
+        self._workers = cast(list[ReplicaWorker], list(workers))  # for mypy: each call is one of that class
+
+    def current_step(self) -> int:
+        """Return the number of finished steps."""
+        return self._first(lambda worker: worker.current_step())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all that `replica.steps` was given, by its name there."""
+        return self._first(lambda worker: worker.state_dict())
+
+    def fingerprint(self) -> str:
+        """Return the sha256 of all parameters and buffers."""
+        return self._first(lambda worker: worker.fingerprint())
+
+    def membership(self) -> Membership:
+        """Return the workers: `.world_size`, `.members`, `.generation`."""
+        return self._first(lambda worker: worker.membership())
+
+    def _first(self, question: Callable[[ReplicaWorker], T]) -> T:
+        for worker in self._workers[:-1]:
+            try:
+                return question(worker)
+            except Unavailable:
+                continue
+        return question(self._workers[-1])
+
+
+class ReplicasHandle(Handle[ReplicasClient]):
+    """A handle to pass to nodes that look at the training; they get a ReplicasClient."""
+
+    def __init__(self, workers: Sequence[CourierHandle]) -> None:
+        super().__init__()
+        self._workers = list(workers)
+        self.node_name = workers[0].node_name
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [address for worker in self._workers for address in worker.addresses]
+
+    def dereference(self) -> ReplicasClient:
+        found: list[CourierClient] = []
+        for worker in self._workers:
+            try:
+                found.append(worker.dereference())
+            except Unavailable:  # this one is gone; others may be left
+                if worker is self._workers[-1] and not found:
+                    raise
+        return ReplicasClient(found)
+
+
+def _check_count(name: str, count: Any) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise DataParallelError(f"{name} must be a whole number of at least 1, got {name}={count!r}")
+
+
+def _check_mode(mode: str, backend: Any) -> None:
+    if mode not in ("sync", "async"):
+        raise DataParallelError(f"mode must be 'sync' or 'async', got {mode!r}")
+    if isinstance(backend, Servers):
+        raise NotSupported("backend=dp.Servers(...) is not there yet: use backend='auto'")
+    if mode == "async":
+        raise DataParallelError("mode='async' needs servers: backend=dp.Servers(...)")
+    if backend not in BACKENDS:
+        raise DataParallelError(f"backend must be one of {', '.join(BACKENDS)}, or dp.Servers(...), got {backend!r}")
+
+
+def _worker_counts(workers: Any, replicas: int, on_failure: str) -> tuple[int, int]:
+    """Return the least and the largest number of workers."""
+    if isinstance(workers, str):
+        first, _, last = workers.partition(":")
+        if not (first.isdecimal() and last.isdecimal()):
+            raise DataParallelError(f"workers must be a number or 'MIN:MAX', such as '2:8', got {workers!r}")
+        least, most = int(first), int(last)
+    else:
+        most = replicas if workers is None else workers
+        _check_count("workers", most)
+        least = 1 if on_failure == "shrink" else most
+    if not 1 <= least <= most <= replicas:
+        raise DataParallelError(
+            f"workers={workers!r} with replicas={replicas}: each worker hosts at least one replica, so give numbers "
+            f"from 1 to {replicas}"
+        )
+    return least, most

@@ -1,0 +1,350 @@
+"""The gradients of a model, in buckets that are summed over all replicas while the last backward goes on.
+
+A worker keeps one gradient for each replica that it hosts, in a slot of the bucket. The parameters' `.grad` are views
+of the slot of the replica whose turn it is, so a complete gradient is already in the memory that the workers share.
+
+    buckets      [ g5 g4 ]  [ g3 g2 g1 ]  [ g0 flags ]      in reverse order of the parameters, as backwards reach them
+
+The flags are numbers behind the last bucket that are summed with it: how many workers have a gradient of each
+parameter, and what else all workers must know before they update. So a step needs no other exchange.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lp_pipe.collectives.backend import Backend
+from lp_pipe.errors import DataParallelError
+
+_LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The sum of the replicas' parts over all workers, in the order of the replicas.
+
+    counts: the number of hosted replicas, by rank.
+    """
+
+    backend: Backend | None  # None: there is one worker
+    counts: Sequence[int]
+    rank: int
+
+    @property
+    def slots(self) -> int:
+        """The number of replicas that a worker hosts at most."""
+        return max(self.counts)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory that the backend reduces without copying it."""
+        return torch.empty(numel, dtype=dtype) if self.backend is None else self.backend.empty(numel, dtype)
+
+    def padded(self, numel: int) -> int:
+        """Return a length from `numel` on that can be cut into a shard for each worker."""
+        return -(-numel // len(self.counts)) * len(self.counts)
+
+    def add(self, slots: Tensor) -> Tensor:
+        """Return the sum of all slots [slots, numel] of all workers; all workers call this in the same order."""
+        if self.backend is None:
+            for part in slots[1 : self.counts[0]]:
+                slots[0].add_(part)
+            return slots[0]
+        if self.slots == 1 == min(self.counts):
+            self.backend.all_reduce(slots[0])
+            return slots[0]
+        # Each worker adds one shard of all slots. A sum of each worker's own sum would have another order of additions.
+        workers, shard = len(self.counts), slots.shape[1] // len(self.counts)
+        outgoing = self.empty(slots.numel(), slots.dtype)
+        outgoing.view(workers, self.slots, shard).copy_(slots.view(self.slots, workers, shard).transpose(0, 1))
+        incoming = self.empty(slots.numel(), slots.dtype)
+        self.backend.all_to_all(incoming, outgoing)
+        parts = incoming.view(workers, self.slots, shard)
+        in_order = [parts[rank, slot] for rank, count in enumerate(self.counts) for slot in range(count)]
+        for part in in_order[1:]:
+            in_order[0].add_(part)
+        total = self.empty(slots.shape[1], slots.dtype)
+        self.backend.all_gather(total, in_order[0])
+        return total
+
+
+@dataclass
+class _Bucket:
+    number: int
+    slots: Tensor
+    places: dict[int, tuple[int, int]]  # by number of the parameter: where its gradient begins, and where it ends
+    views: list[dict[int, Tensor]]  # by slot
+    pending: int = 0  # parameters whose gradient is not complete
+    total: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class GradientBuckets:
+    """The buckets of an optimizer's parameters, with the hooks that fill them and the thread that sums them.
+
+    extra_flags: returns this worker's other flags; called once a step, when the last bucket is complete.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        exchange: Exchange,
+        bucket_bytes: int,
+        extra_flags: Callable[[], Sequence[float]],
+    ) -> None:
+        self._names = [name for name, _ in named_parameters]
+        self._parameters = [parameter for _, parameter in named_parameters]
+        self._exchange = exchange
+        self._extra_flags = extra_flags
+        self._flags_at = 0  # in the last bucket
+        self._num_extra = len(extra_flags())
+        self._slot = 0
+        self._fired: list[set[int]] = [set() for _ in range(exchange.slots)]  # parameters with a gradient, by slot
+        self._window: dict[int, int] | None = None  # backwards in the window by parameter; None: it is not open
+        self._expected: dict[int, int] | None = None  # the same of the step before; None: not known
+        self._sends_early = False
+        self._changed = threading.Condition()
+        self._ready = 0  # so many buckets may be summed
+        self._summed = 0
+        self._is_busy = False
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._buckets = self._layout(bucket_bytes)
+        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.places}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook_of(index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    @property
+    def count(self) -> int:
+        """The number of buckets, which is that of the exchanges of a step."""
+        return len(self._buckets)
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before."""
+        for fired in self._fired:
+            fired.clear()
+        self._slot, self._window, self._sends_early = 0, None, False
+        self._ready = self._summed = 0
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.places)
+
+    def select(self, slot: int) -> None:
+        """Let the next backwards add to the gradient of another hosted replica.
+
+        Raises:
+            DataParallelError: buckets of this step were summed already.
+        """
+        if self._sends_early:
+            raise DataParallelError(
+                "replica.shards() was called more often in this step than in the step before, so some gradients were "
+                "summed too early: call it equally often in all steps"
+            )
+        self._slot, self._window = slot, None
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad = self._view(index) if index in self._fired[slot] else None
+
+    def open_window(self, *, sends_early: bool) -> None:
+        """Note that this worker's last shard of a batch begins.
+
+        sends_early: gradients may be summed as soon as they have had as many backwards as in the step before.
+        """
+        self._window = {}
+        if sends_early and self._expected is not None and self._exchange.backend is not None:
+            self._sends_early = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="gradient buckets", daemon=True)
+                self._thread.start()
+
+    def drain(self) -> None:
+        """Sum all buckets before another collective of the step: all workers must call them in the same order."""
+        if self._sends_early:
+            self._sum_rest()
+
+    def finish(self) -> None:
+        """Sum what is left. Then each parameter's `.grad` is the sum, or None if no replica has a gradient.
+
+        Raises:
+            GenerationOver: a worker is gone.
+        """
+        for index, parameter in enumerate(self._parameters):  # what the user has set or deleted by hand
+            if parameter.grad is None:
+                self._fired[self._slot].discard(index)
+            elif parameter.grad is not self._view(index):
+                self._take(index, parameter)
+        self._sum_rest()
+        present = self._flags[: len(self._parameters)].real.tolist()
+        for index, parameter in enumerate(self._parameters):
+            bucket = self._bucket_of[index]
+            parameter.grad = self._placed(bucket.total, bucket, index) if present[index] else None
+
+    def learn(self) -> None:
+        """Note how many backwards the last shard of this step had, for the sums during the next step's."""
+        self._expected = self._window or None
+
+    @property
+    def extra_flags(self) -> list[float]:
+        """The sums of the workers' other flags."""
+        found: list[float] = self._flags[len(self._parameters) :][: self._num_extra].real.tolist()
+        return found
+
+    @property
+    def fires_in_window(self) -> int:
+        """The number of gradients since the last shard began."""
+        return sum((self._window or {}).values())
+
+    def close(self) -> None:
+        """Remove the hooks, end the thread, and let go of the memory."""
+        for hook in self._hooks:
+            hook.remove()
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @property
+    def _flags(self) -> Tensor:
+        return self._buckets[-1].total[self._flags_at :]
+
+    def _layout(self, bucket_bytes: int) -> list[_Bucket]:
+        """Return the buckets: parameters of one dtype, the last ones first."""
+        found: list[tuple[torch.dtype, dict[int, tuple[int, int]], int]] = []
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index in reversed(range(len(self._parameters))):
+            by_dtype.setdefault(self._parameters[index].dtype, []).append(index)
+        for dtype, indices in by_dtype.items():
+            line = _LINE_BYTES // dtype.itemsize
+            places: dict[int, tuple[int, int]] = {}
+            end = 0
+            for index in indices:
+                numel = self._parameters[index].numel()
+                if places and (end + numel) * dtype.itemsize > bucket_bytes:
+                    found.append((dtype, places, end))
+                    places, end = {}, 0
+                places[index] = end, end + numel
+                end += -(-numel // line) * line
+            found.append((dtype, places, end))
+        found = found or [(torch.float32, {}, 0)]  # all are frozen: the flags alone
+        self._flags_at = found[-1][2]
+        buckets = []
+        for number, (dtype, places, end) in enumerate(found):
+            numel = end + (len(self._parameters) + self._num_extra if number == len(found) - 1 else 0)
+            padded = self._exchange.padded(numel)
+            slots = self._exchange.empty(self._exchange.slots * padded, dtype).zero_()
+            bucket = _Bucket(number, slots.view(self._exchange.slots, padded), places, [])
+            bucket.views = [{index: self._placed(slot, bucket, index) for index in places} for slot in bucket.slots]
+            buckets.append(bucket)
+        return buckets
+
+    def _placed(self, memory: Tensor, bucket: _Bucket, index: int) -> Tensor:
+        """Return a parameter's part of a bucket's memory, with the parameter's strides."""
+        parameter, (begin, end) = self._parameters[index], bucket.places[index]
+        flat = memory[begin:end]
+        if parameter.is_contiguous() or not _is_dense(parameter):
+            return flat.view(parameter.shape)
+        return flat.as_strided(parameter.size(), parameter.stride())
+
+    def _view(self, index: int) -> Tensor:
+        return self._bucket_of[index].views[self._slot][index]
+
+    def _hook_of(self, index: int) -> Callable[[Tensor], None]:
+        def gradient_is_added(parameter: Tensor) -> None:
+            self._take(index, parameter)
+            if self._window is not None:
+                self._count(index, self._window)
+
+        return gradient_is_added
+
+    def _take(self, index: int, parameter: Tensor) -> None:
+        """Put a parameter's gradient into the bucket, if it is not there."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise DataParallelError(
+                f"the gradient of {self._names[index]!r} is sparse ({gradient.layout}), which replicas cannot sum: use "
+                "nn.Embedding(sparse=False)"
+            )
+        if gradient is not self._view(index):
+            with torch.no_grad():
+                self._view(index).copy_(gradient)
+            parameter.grad = self._view(index)
+        self._fired[self._slot].add(index)
+
+    def _count(self, index: int, window: dict[int, int]) -> None:
+        window[index] = window.get(index, 0) + 1
+        if not self._sends_early or self._expected is None:
+            return
+        expected = self._expected.get(index, 0)
+        bucket = self._bucket_of[index]
+        if bucket.number < max(self._ready, self._summed):
+            raise DataParallelError(
+                f"{self._names[index]!r} got a gradient after the gradients of this step were summed: its last shard "
+                f"has had {expected} backwards in the step before, and has {window[index]} now"
+            )
+        if window[index] == expected:
+            bucket.pending -= 1
+            if not bucket.pending:
+                with self._changed:
+                    while self._ready < len(self._buckets) and not self._buckets[self._ready].pending:
+                        self._ready += 1
+                    self._changed.notify_all()
+
+    def _run(self) -> None:
+        """Sum buckets in their order, as they get complete, in a thread of their own."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or (self._summed < self._ready and not self._error))
+                if self._is_closed:
+                    return
+                self._is_busy = True
+                bucket = self._buckets[self._summed]
+            error: BaseException | None = None
+            try:
+                self._sum(bucket)
+            except BaseException as caught:  # belongs to the thread that waits for the sums
+                error = caught
+            with self._changed:
+                self._is_busy = False
+                self._error = error
+                self._summed += error is None
+                self._changed.notify_all()
+
+    def _sum_rest(self) -> None:
+        with self._changed:
+            self._ready = 0  # the thread takes no other bucket
+            self._changed.wait_for(lambda: not self._is_busy)
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        while self._summed < len(self._buckets):
+            self._sum(self._buckets[self._summed])
+            self._summed += 1
+
+    @torch.no_grad()
+    def _sum(self, bucket: _Bucket) -> None:
+        for slot, views in enumerate(bucket.views[: self._exchange.counts[self._exchange.rank]]):
+            for index, view in views.items():
+                if index not in self._fired[slot]:
+                    view.zero_()
+        if bucket is self._buckets[-1]:
+            every = set().union(*self._fired)
+            flags = [float(index in every) for index in range(len(self._parameters))] + [*self._extra_flags()]
+            bucket.slots[:, self._flags_at :].zero_()
+            bucket.slots[0, self._flags_at : self._flags_at + len(flags)] = torch.tensor(flags, dtype=torch.float32)
+        bucket.total = self._exchange.add(bucket.slots)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the tensor's elements lie in one piece of memory, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,199 @@
+"""What a training function gets: its worker's place among the others, and their common steps."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lp_pipe.collectives.backend import GenerationOver
+from lp_pipe.collectives.group import Group
+from lp_pipe.data_parallel.collective_calls import CollectiveCalls
+from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
+from lp_pipe.data_parallel.shards import Shard, cut_into_shards
+from lp_pipe.data_parallel.steps import ReplicaSteps
+from lp_pipe.data_parallel.workers import ReplicaWorkers
+from lp_pipe.errors import DataParallelError, NotSupported
+from lp_pipe.pipeline.layers.model import LossWeight
+from lp_pipe.training.rng import PausableRng
+
+
+class Replica(CollectiveCalls):
+    """A worker of `add_replicas`, for the function `train` that runs in it; for one thread.
+
+    Where workers may change (`on_failure`, `workers="2:8"`), collectives are for the loop over `steps` only, and return
+    values without meaning in the rest of a step in which workers have changed.
+    """
+
+    def __init__(self, workers: ReplicaWorkers) -> None:
+        super().__init__(self._run_collective, lambda: self.world_size, lambda: self.rank)
+        self._workers = workers
+        self.own_steps = ReplicaSteps(workers)
+        self._rng: PausableRng | None = None  # of the shard that is being computed
+
+    # ---- this worker ----
+
+    @property
+    def rank(self) -> int:
+        return self._workers.membership.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers, which says nothing of what is learnt."""
+        return self._workers.membership.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this worker on its host."""
+        return self._workers.local_rank
+
+    @property
+    def generation(self) -> int:
+        """A number that grows with each change of the workers."""
+        return self._workers.membership.generation
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The logical replicas that this worker hosts now."""
+        return tuple(self._workers.replicas)
+
+    @property
+    def device(self) -> torch.device:
+        return self.logical_device(0)
+
+    def logical_device(self, index: int) -> torch.device:
+        """Return device `index` of this worker: one of the GPUs of its `resources`; the CPU without GPUs."""
+        devices = self._workers.node.devices
+        if not devices:
+            return torch.device("cpu")
+        if not 0 <= index < len(devices):
+            raise DataParallelError(f"logical_device({index}): {self._workers.node.name} has {len(devices)} GPUs")
+        return torch.device("cuda", index)
+
+    # ---- training ----
+
+    def steps(self, n: int, save_every: int | None = None, **state: Any) -> Iterator[int]:
+        """Return an iterator over the numbers of the steps up to n that are still to be done.
+
+        Between its items steps are committed, workers come and go, and checkpoints are saved to the run's folder. A
+        step that was dropped comes again, with the same number; all of `state` is then as before it.
+
+        save_every: save a checkpoint after so many steps; after `--resume` training goes on from the newest.
+        state: what a checkpoint keeps and a worker that joins gets: objects with state_dict() and load_state_dict().
+
+        Raises:
+            DataParallelError: n or save_every is no count, or an object of `state` has no state.
+        """
+        if not isinstance(n, int) or n < 0:
+            raise DataParallelError(f"steps takes the number of steps, got n={n!r}")
+        if save_every is not None and (not isinstance(save_every, int) or save_every < 1):
+            raise DataParallelError(f"save_every must be a whole number of at least 1, or None, got {save_every!r}")
+        return self.own_steps.run(n, save_every, state)
+
+    def shards(self, batch: Any, microbatches: int = 1, loss_weight: LossWeight = "samples") -> Iterator[Shard]:
+        """Return an iterator over the micro-batches of the hosted replicas, with their weights.
+
+        All workers give the whole batch, (input, target). While a shard is computed, torch's random numbers are those
+        of `pp.step_rng(seed, replica, step, microbatch)`.
+
+        loss_weight: "samples", "one", or a function of the target; the weights add up to 1 over the whole batch.
+
+        Raises:
+            DataParallelError: the batch cannot be cut into shards.
+        """
+        if not isinstance(microbatches, int) or microbatches < 1:
+            raise DataParallelError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
+        found = cut_into_shards(batch, self._workers.options.replicas, microbatches, loss_weight)
+        return self._computing([shard for shard in found if shard.replica in self._workers.replicas])
+
+    def optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        zero: int = 0,
+        clip_grad_norm: float | None = None,
+        bucket_bytes: int = 4 << 20,
+    ) -> ReplicaOptimizer:
+        """Return an optimizer whose `step()` sums the gradients of all replicas, commits the step, and updates.
+
+        The parameters and buffers of the model become rank 0's. The sum begins during the last backward.
+
+        zero: 0; the others are not there yet. clip_grad_norm: the largest norm of all gradients of this optimizer.
+        bucket_bytes: gradients that are summed at a time.
+
+        Raises:
+            DataParallelError: parameters of the optimizer are not the model's, or the workers' models differ.
+            NotSupported: zero is not 0.
+        """
+        if zero in (2, 3):
+            raise NotSupported(f"replica.optimizer(zero={zero}): zero is 0 or 1 here, and 2 and 3 are replica.shard's")
+        if zero != 0:
+            raise NotSupported(f"replica.optimizer(zero={zero!r}) is not there yet: use zero=0")
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ReplicaOptimizer):
+            raise DataParallelError(f"replica.optimizer takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if not isinstance(model, nn.Module):
+            raise DataParallelError(f"replica.optimizer takes the model second, got {type(model).__name__}")
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise DataParallelError(f"clip_grad_norm must be above 0, or None, got {clip_grad_norm!r}")
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise DataParallelError(f"bucket_bytes must be a whole number of at least 1, got {bucket_bytes!r}")
+        made = ReplicaOptimizer(optimizer, model, self.own_steps.optimizer_step, clip_grad_norm, bucket_bytes)
+        self.own_steps.add_optimizer(made)
+        return made
+
+    def shard(self, model: nn.Module, zero: int = 3) -> nn.Module:
+        """Not there yet.
+
+        Raises:
+            NotSupported: always.
+        """
+        raise NotSupported("replica.shard is not there yet: use replica.optimizer(…, zero=0)")
+
+    def push_pull(self, x: Any, name: str, priority: int = 0) -> Any:
+        """Not there yet.
+
+        Raises:
+            NotSupported: always.
+        """
+        raise NotSupported("replica.push_pull is not there yet: use replica.all_reduce")
+
+    def subgroup(self, ranks: Sequence[int]) -> Any:
+        """Not there yet.
+
+        Raises:
+            NotSupported: always.
+        """
+        raise NotSupported("replica.subgroup is not there yet: use collectives of all workers")
+
+    @property
+    def process_group(self) -> Any:
+        """Not there yet.
+
+        Raises:
+            NotSupported: always.
+        """
+        raise NotSupported("replica.process_group is not there yet")
+
+    def _computing(self, shards: list[Shard]) -> Iterator[Shard]:
+        first = self.own_steps.begin_shards({shard.replica: shard.microbatch + 1 for shard in shards})
+        for number, shard in enumerate(shards, start=1):
+            if not self.own_steps.has_values:
+                return  # the step will be dropped
+            self.own_steps.select(shard.replica, is_last=number == len(shards))
+            seed, microbatch = self._workers.options.seed, first.get(shard.replica, 0) + shard.microbatch
+            with PausableRng(seed, shard.replica, self.own_steps.step, microbatch) as self._rng:
+                try:
+                    yield shard
+                finally:
+                    self._rng = None
+
+    def _run_collective(self, operation: Callable[[Group], list[Tensor]]) -> list[Tensor] | None:
+        # Other workers of this process wait for the random numbers of their shards before they take part.
+        with self._rng.paused() if self._rng is not None else contextlib.nullcontext():
+            try:
+                group = self.own_steps.group_for_call()
+                return None if group is None else operation(group)
+            except GenerationOver as error:
+                self.own_steps.generation_is_over(error)
+                return None

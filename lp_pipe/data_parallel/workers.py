@@ -1,0 +1,153 @@
+"""The workers that train together, as one of them sees them: who they are in this generation, and what they tell."""
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lp_pipe.collectives.backend import Backend, Call
+from lp_pipe.collectives.group import Group
+from lp_pipe.context import NodeContext
+from lp_pipe.data_parallel.buckets import Exchange
+from lp_pipe.errors import DataParallelError
+from lp_pipe.membership import Membership
+from lp_pipe.telemetry.events import EventLog
+from lp_pipe.telemetry.run_folder import RunFolder
+
+_BYTES = Call("replica's message")
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """The options of `add_replicas`. least, most: the numbers of workers."""
+
+    group: str
+    replicas: int
+    least: int
+    most: int
+    backend: str = "auto"
+    seed: int = 0
+    on_failure: str = "stop"
+
+    @property
+    def may_change(self) -> bool:
+        """Whether training goes on with other workers than it began with."""
+        return self.on_failure != "stop" or self.least < self.most
+
+
+def hosted_replicas(rank: int, world_size: int, replicas: int) -> range:
+    """Return the logical replicas of a worker: neighbouring ones, and at most one more than another worker has."""
+    share, more = divmod(replicas, world_size)
+    first = rank * share + min(rank, more)
+    return range(first, first + share + (rank < more))
+
+
+class ReplicaWorkers:
+    """The workers of a group. Used by one thread.
+
+    meet: returns the group of the next generation, which has at least this number.
+    """
+
+    def __init__(self, options: ReplicaOptions, node: NodeContext, meet: Callable[[int], Group]) -> None:
+        self.options = options
+        self.node = node
+        self._meet = meet
+        self._group: Group | None = None
+
+    @property
+    def has_met(self) -> bool:
+        return self._group is not None
+
+    @property
+    def group(self) -> Group:
+        """The group of this generation; the workers meet first, if they have not yet."""
+        return self.meet() if self._group is None else self._group
+
+    @property
+    def backend(self) -> Backend:
+        return self.group.backend
+
+    @property
+    def membership(self) -> Membership:
+        return self.group.membership
+
+    @property
+    def replicas(self) -> range:
+        """The logical replicas that this worker hosts."""
+        return hosted_replicas(self.membership.rank, self.membership.world_size, self.options.replicas)
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this worker on its host."""
+        return self.membership.rank  # of one host
+
+    @property
+    def exchange(self) -> Exchange:
+        """How the replicas' parts are summed in this generation."""
+        world = self.membership.world_size
+        counts = [len(hosted_replicas(rank, world, self.options.replicas)) for rank in range(world)]
+        return Exchange(self.backend if world > 1 else None, counts, self.membership.rank)
+
+    def meet(self) -> Group:
+        """Meet all live workers, under the next generation.
+
+        Raises:
+            DataParallelError: there are fewer workers than the program needs.
+        """
+        generation = 0
+        if self._group is not None:
+            generation = self._group.membership.generation + 1
+            self._group.backend.close()
+        self._group = self._meet(generation)
+        membership = self._group.membership
+        if membership.rank == 0:
+            facts = {"generation": membership.generation, "members": list(membership.members)}
+            self._tell("membership", **facts)
+        if membership.world_size < self.options.least:
+            raise DataParallelError(
+                f"group {self.options.group!r} has {membership.world_size} workers left "
+                f"({', '.join(membership.members)}), and needs {self.options.least}"
+            )
+        return self._group
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all workers, by rank."""
+        world = self.membership.world_size
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(world, dtype=torch.int64)
+        self.backend.all_gather(sizes, torch.tensor([len(own)]), call=_BYTES)
+        longest = int(sizes.max())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(own)] = own
+        found = torch.zeros(world * longest, dtype=torch.uint8)
+        self.backend.all_gather(found, padded, call=_BYTES)
+        rows = found.view(world, longest)
+        return [pickle.loads(rows[rank, : int(size)].numpy().tobytes()) for rank, size in enumerate(sizes)]
+
+    def broadcast(self, value: Any, root: int) -> Any:
+        """Return the root's value, which may hold tensors; other workers give None."""
+        is_root = self.membership.rank == root
+        buffer = io.BytesIO()
+        if is_root:
+            torch.save(value, buffer)
+        data = torch.frombuffer(bytearray(buffer.getvalue() or b"\0"), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        self.backend.broadcast(size, root, call=_BYTES)
+        data = data if is_root else torch.zeros(int(size), dtype=torch.uint8)
+        self.backend.broadcast(data, root, call=_BYTES)
+        return value if is_root else torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=False)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.backend.close()
+
+    def _tell(self, event: str, **facts: Any) -> None:
+        path = RunFolder(Path(self.node.run_dir)).events
+        if path.exists():
+            events = EventLog(path)
+            events.write(event, self.node.name, **facts)
+            events.close()

@@ -1,0 +1,131 @@
+"""A training loop that runs replicated and plainly, for the tests of this folder."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lp_pipe.data_parallel as dp
+import lp_pipe.pipeline as pp
+
+SEED = 5
+
+
+class RunningMean(nn.Module):
+    """Subtract a running mean: buffers that each replica writes to, also with a single sample."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+            self.count += 1
+        return x - self.mean
+
+
+class Net(nn.Module):
+    """Dropout, buffers, a tied weight, and a layer that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.mean, self.inner = nn.Linear(6, 8), RunningMean(8), nn.Linear(8, 8)
+        self.again, self.leave, self.unused = nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(2, 2)
+        self.again.weight = self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.mean(self.enter(x)), 0.3)
+        found: Tensor = self.leave(self.again(torch.tanh(self.inner(x))))
+        return found
+
+
+def build() -> Net:
+    with pp.layer_rng(SEED, 0):
+        return Net()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return 10 samples, or 3 in each third step, which are fewer than there are replicas."""
+    generator = torch.Generator().manual_seed(step)
+    size = 10 if step % 3 else 3
+    return torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def configure(step: int, model: Net) -> None:
+    """Freeze a layer in some of the steps."""
+    model.inner.requires_grad_(step % 4 != 2)
+
+
+def plain_loop(steps: int, replicas: int, microbatches: int = 1) -> tuple[Net, torch.optim.Optimizer]:
+    """Train as the contract of data parallelism says (docs/data_parallel.md)."""
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    for step in range(steps):
+        configure(step, model)
+        inputs, targets = batch(step)
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        total: list[Tensor | None] = []
+        first: dict[str, Tensor] = {}
+        for replica, (xs, ys) in enumerate(zip(inputs.chunk(replicas), targets.chunk(replicas), strict=True)):
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+            model.zero_grad()
+            for index, (x, y) in enumerate(zip(xs.chunk(microbatches), ys.chunk(microbatches), strict=True)):
+                with pp.step_rng(SEED, replica, step, index):
+                    (F.cross_entropy(model(x), y) * (len(x) / len(inputs))).backward()
+            found = [parameter.grad for parameter in model.parameters()]
+            total = found if replica == 0 else [_added(a, b) for a, b in zip(total, found, strict=True)]
+            first = first or {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for name, buffer in model.named_buffers():
+            buffer.copy_(first[name])
+        for parameter, gradient in zip(model.parameters(), total, strict=True):
+            parameter.grad = gradient
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+    return model, optimizer
+
+
+def train(replica: dp.Replica, folder: str, steps: int, microbatches: int = 1, save_every: int | None = None) -> None:
+    """Train replicated; write what came out as rank{rank}.pt."""
+    model = build()
+    optimizer = replica.optimizer(
+        torch.optim.Adam(model.parameters(), 0.01), model, clip_grad_norm=0.5, bucket_bytes=200
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    for step in replica.steps(steps, save_every, model=model, optimizer=optimizer, scheduler=scheduler):
+        configure(step, model)
+        for shard in replica.shards(batch(step), microbatches):
+            (F.cross_entropy(model(shard.input), shard.target) * shard.weight).backward()
+        optimizer.step()
+        scheduler.step()
+    torch.save((model.state_dict(), optimizer.state_dict()), Path(folder) / f"rank{replica.rank}.pt")
+
+
+def differences(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return what each rank has that is not equal to the plain loop's to the bit; at least one rank has written."""
+    expected: dict[str, Any] = dict(model.state_dict())
+    for index, values in optimizer.state_dict()["state"].items():
+        expected |= {f"{index}.{name}": value for name, value in values.items()}
+    files = sorted(folder.glob("rank*.pt"))
+    assert files
+    wrong = []
+    for file in files:
+        parameters, state = torch.load(file, weights_only=False)
+        found = dict(parameters)
+        for index, values in state["state"].items():
+            found |= {f"{index}.{name}": value for name, value in values.items()}
+        wrong += [f"{file.name}: {name}" for name in expected.keys() ^ found.keys()]
+        wrong += [f"{file.name}: {name}" for name in found if not torch.equal(found[name], expected[name])]
+    return wrong
+
+
+def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    if total is None or gradient is None:
+        return gradient if total is None else total
+    return total + gradient
