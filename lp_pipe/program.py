@@ -22,7 +22,7 @@ class GroupOptions:
 
     resources: Resources = field(default_factory=Resources)
     on_failure: str = "stop"
-    max_restarts: int = 3
+    max_restarts: int | None = 3
     on_hang: str = "report"
     least_nodes: int = 0
 
@@ -35,10 +35,9 @@ class GroupOptions:
             raise ValueError(f"group {label!r}: on_failure must be one of {known}, got {self.on_failure!r}")
         if self.on_hang not in HANG_POLICIES:
             raise ValueError(f"group {label!r}: on_hang must be one of {HANG_POLICIES}, got {self.on_hang!r}")
-        if not isinstance(self.max_restarts, Integral) or self.max_restarts < 0:
-            raise ValueError(
-                f"group {label!r}: max_restarts must be a whole number from 0 on, got {self.max_restarts!r}"
-            )
+        limit = self.max_restarts
+        if limit is not None and (not isinstance(limit, Integral) or limit < 0):
+            raise ValueError(f"group {label!r}: max_restarts must be a whole number from 0 on, or None, got {limit!r}")
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Program:
         label: str,
         resources: Resources | None = None,
         on_failure: str = "stop",
-        max_restarts: int = 3,
+        max_restarts: int | None = 3,
         on_hang: str = "report",
         least_nodes: int = 0,
     ) -> Iterator[None]:
@@ -101,7 +100,8 @@ class Program:
             "stop": the program ends, and `wait()` raises it.
             "restart": the node starts from its constructor again after 0.1 s, doubled each time, at most 5 s (from
                 0.1 s again once it had served for longer than that, or was up for 5 s); at most `max_restarts` times,
-                then as with "stop". Calls in progress raise Unavailable, new ones wait for it.
+                or without limit if that is None, then as with "stop". Calls in progress raise Unavailable, new ones
+                wait for it.
             "ignore": noted in status and log; the others go on, and calls to the node raise Unavailable.
             A colocation fails, restarts and ends as a whole.
         on_hang: what happens to a node that has made no progress for `launch(hang_after=…)` seconds: its process does

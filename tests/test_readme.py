@@ -56,6 +56,12 @@ def test_the_ported_launchpad_program_runs(mode: str, tmp_path: Path) -> None:
     run("ported.py", cwd=tmp_path)
 
 
+def test_the_page_on_search_runs(tmp_path: Path) -> None:
+    (block,) = blocks_of("docs/search.md")
+    (tmp_path / "page.py").write_text(block)
+    assert "checkpoints" in run("page.py", cwd=tmp_path)
+
+
 @pytest.mark.slow
 def test_the_program_for_those_who_come_from_torch_runs(tmp_path: Path) -> None:
     block, _ = blocks_of("docs/coming_from_torch.md")

@@ -17,10 +17,10 @@ from lp_pipe.private_python import options_of
 
 # Each is a module of this folder, which is imported only when its command runs: some imports are slow.
 COMMANDS = (
-    *("launch", "graph", "schedule", "profile", "partition", "checkpoint"),
+    *("launch", "graph", "schedule", "profile", "partition", "checkpoint", "experiment"),
     *("status", "logs", "stacks", "stop", "attach", "ps", "runs", "clean", "doctor", "agent"),
 )
-_WITH_PROGRAM_FLAGS = ("launch", "graph", "profile")
+_WITH_PROGRAM_FLAGS = ("launch", "graph", "profile", "experiment")
 _LIKE_AN_OPTION = 0.75  # --mdoe is similar to --mode, but a program's own --stages is not similar to --hosts
 _EXAMPLES = """\
 examples:
@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(given: list[str]) -> int:
     own, program_flags = _split(given)
+    if own[:2] == ["experiment", "create"]:  # an experiment is an ordinary program
+        own[:2] = ["launch"]
     if not given:
         own = ["--help"]
     arguments = _parse(own, program_flags)

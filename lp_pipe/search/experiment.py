@@ -1,8 +1,8 @@
 """An experiment: a program with a searcher and slots, and what can be read of it."""
 
+import contextlib
 import hashlib
 import math
-import os
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -21,9 +21,6 @@ from lp_pipe.search.searchers import Grid, Searcher
 from lp_pipe.search.space import Params, dimensions
 from lp_pipe.search.store import Reading, TrialRecord, read_only, rows_in
 from lp_pipe.search.trial import Trial, TrialSlot
-
-_WITHOUT_LIMIT = 10**9
-_DEFINITION = "definition.pkl"
 
 
 @dataclass(frozen=True)
@@ -74,13 +71,16 @@ def experiment(
     path = Path(folder) if folder is not None else usual_runs() / "experiments" / name
     definition = _Definition(searcher, repr(list(dimensions(space))), _digest(trial), seed)
     _check_is_same(path, definition)
-    settings = ExperimentSettings(path, searcher, dict(space), seed, slots, max_restarts, keep or Keep())
+    pickled = cloudpickle.dumps(definition)
+    settings = ExperimentSettings(path, searcher, dict(space), seed, slots, max_restarts, keep or Keep(), pickled)
     program = ExperimentProgram(name, settings)
-    with program.group("searcher", on_failure="restart", max_restarts=_WITHOUT_LIMIT):
-        node = program.add_node(lp.CourierNode(SearcherNode, settings))
-    with program.group("slots", resources, on_failure="restart", max_restarts=_WITHOUT_LIMIT):
+    with program.group("searcher", on_failure="restart", max_restarts=None):
+        node = lp.CourierNode(SearcherNode, settings, None)
+        searcher_handle = program.add_node(node)
+        node.configure(settings, searcher_handle)
+    with program.group("slots", resources, on_failure="restart", max_restarts=None):
         for _ in range(slots):
-            program.add_node(lp.PyClassNode(TrialSlot, node, trial, path, seed))
+            program.add_node(lp.PyClassNode(TrialSlot, searcher_handle, trial, path, seed))
     return program
 
 
@@ -161,22 +161,31 @@ class Experiment:
                 for one in sorted(reading.trials.values(), key=lambda one: one.id)
             ]
 
-    def best(self) -> Best | None:
-        """Return the trial with the best value over all rows, ties by id; None if there is no number."""
+    def is_over(self) -> bool:
+        """Return whether no trial is left to run."""
+        searcher = self._definition.searcher
+        with closing(Reading(self.folder, searcher.metric)) as reading:
+            return not searcher.next(reading.rows())
+
+    def best_values(self) -> list[tuple[int, int, float]]:
+        """Return (trial, step, value) of the best value of each trial, the best first, ties by id."""
         searcher = self._definition.searcher
         sign = 1.0 if searcher.mode == "min" else -1.0
         with closing(Reading(self.folder, searcher.metric)) as reading:
-            values = [
-                (sign * value, one.id, step)
+            best = [
+                min((sign * value, one.id, step) for step, value in one.values.items() if not math.isnan(value))
                 for one in reading.trials.values()
-                for step, value in one.values.items()
-                if not math.isnan(value)
+                if any(not math.isnan(value) for value in one.values.values())
             ]
-            if not values:
-                return None
-            value, trial, step = min(values)
-            paths = [path for path, owner, at, _ in reading.checkpoints() if (owner, at) == (trial, step)]
-            return Best(trial, sign * value, reading.trials[trial].params, Path(paths[-1]) if paths else None)
+        return [(trial, step, sign * value) for value, trial, step in sorted(best)]
+
+    def best(self) -> Best | None:
+        """Return the trial with the best value over all rows, ties by id; None if there is no number."""
+        for trial, step, value in self.best_values()[:1]:
+            with closing(Reading(self.folder, None)) as reading:
+                paths = [path for path, owner, at, _ in reading.checkpoints() if (owner, at) == (trial, step)]
+                return Best(trial, value, reading.trials[trial].params, Path(paths[-1]) if paths else None)
+        return None
 
 
 def open(name: Path | str) -> Experiment:
@@ -186,7 +195,7 @@ def open(name: Path | str) -> Experiment:
         FileNotFoundError: there is none.
     """
     for folder in (Path(name), usual_runs() / "experiments" / name):
-        if (folder / _DEFINITION).exists():
+        with contextlib.suppress(FileNotFoundError):
             return Experiment(folder)
     raise FileNotFoundError(
         f"there is no experiment {str(name)!r}, neither as a folder nor in {usual_runs() / 'experiments'}"
@@ -204,14 +213,10 @@ def _state_of(record: TrialRecord, may_go_on: bool, max_steps: int | None) -> st
 
 
 def _check_is_same(folder: Path, definition: _Definition) -> None:
-    """Write the definition into a new experiment's folder; refuse another one in an old folder."""
+    """Refuse a definition that differs from the one in the folder."""
     try:
         known = _definition_in(folder)
     except FileNotFoundError:
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = folder / f".{_DEFINITION}.{os.getpid()}"
-        aside.write_bytes(cloudpickle.dumps(definition))
-        aside.replace(folder / _DEFINITION)
         return
     changed = [name for name, value in vars(definition).items() if vars(known)[name] != value]
     if changed:
@@ -222,10 +227,8 @@ def _check_is_same(folder: Path, definition: _Definition) -> None:
 
 
 def _definition_in(folder: Path) -> _Definition:
-    try:
-        definition: _Definition = pickle.loads((folder / _DEFINITION).read_bytes())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{folder} is no experiment: it has no {_DEFINITION}") from None
+    with closing(Reading(folder, None)) as reading:
+        definition: _Definition = pickle.loads(reading.facts()["definition"])
     return definition
 
 

@@ -1,6 +1,7 @@
 """The searcher's node: hands trials to slots, commits their reports, and ends the experiment."""
 
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class ExperimentSettings:
-    """The options of an experiment that its searcher's node follows."""
+    """The options of an experiment that its searcher's node follows. definition: a pickle for the folder."""
 
     folder: Path
     searcher: Searcher
@@ -46,6 +47,7 @@ class ExperimentSettings:
     num_slots: int
     max_restarts: int
     keep: Keep
+    definition: bytes
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,12 @@ class SearcherNode:
     Every call may be sent twice: a caller whose reply is lost calls again.
     """
 
-    def __init__(self, settings: ExperimentSettings) -> None:
+    def __init__(self, settings: ExperimentSettings, own_client: Any) -> None:
         self._settings = settings
         self._searcher = settings.searcher
-        self._store = Store(settings.folder, self._searcher.metric)
+        facts = {"address": own_client.address, "pid": os.getpid(), "run_dir": str(lp.context().run_dir)}
+        self._store = Store(settings.folder, self._searcher.metric, {"definition": settings.definition, **facts})
+        lp.context().exit_stack.callback(self._store.close)
         self._changes = Changes()
         self._incarnations: dict[int, str] = {}
         self._is_paused = False
@@ -151,11 +155,33 @@ class SearcherNode:
         self._is_paused = True
         self._store.log_event("pause")
 
-    async def resume(self) -> None:
-        """Go on after `pause`."""
-        self._is_paused = False
-        self._store.log_event("resume")
-        self._changes.notify()
+    async def resume(self) -> bool:
+        """Go on after `pause`; return False if the experiment was not paused."""
+        was_paused, self._is_paused = self._is_paused, False
+        if was_paused:
+            self._store.log_event("resume")
+            self._changes.notify()
+        return was_paused
+
+    async def state(self) -> str:
+        """Return "running", "pausing" (trials still run to their next report) or "paused"."""
+        if not self._is_paused:
+            return "running"
+        return "pausing" if self._running() else "paused"
+
+    async def kill(self, trial: int | None = None) -> None:
+        """End one trial for good, or the whole experiment, whose program then stops.
+
+        Raises:
+            KeyError: the trial has not started.
+        """
+        for record in [self._store.trials[trial]] if trial is not None else []:
+            if not record.outcome:
+                self._store.kill(record)
+            self._changes.notify()
+        if trial is None:
+            self._store.log_event("kill")
+            lp.stop()
 
     def run(self) -> None:
         """Wait until no trial is left to run, then end the program.

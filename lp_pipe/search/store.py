@@ -5,10 +5,12 @@
     superseded    rows of steps that a later attempt has run again
     checkpoints   those on the disk
     events        what happened to the experiment and its trials
+    facts         its definition (a pickle), and the run that is or was its newest launch
 
 A report is one transaction: its row, its checkpoint and the trial's state, or nothing of it.
 """
 
+import contextlib
 import fcntl
 import json
 import math
@@ -23,12 +25,11 @@ from typing import Any
 
 import cloudpickle
 
-from lp_pipe.errors import LaunchError, LpPipeError
+from lp_pipe.errors import LpPipeError, Unrecoverable
+from lp_pipe.process_tree import start_time
 from lp_pipe.search.searchers import Outcome, Rows, TrialRows
 from lp_pipe.search.space import Params
 
-FILE_NAME = "experiment.sqlite"
-_LOCK_NAME = "searcher.lock"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS trials (
     id INTEGER PRIMARY KEY, params BLOB NOT NULL, shown TEXT NOT NULL, outcome TEXT NOT NULL DEFAULT '', error TEXT,
@@ -43,8 +44,35 @@ CREATE TABLE IF NOT EXISTS superseded (
     trial INTEGER, step INTEGER, name INTEGER, value REAL, time REAL, attempt INTEGER);
 CREATE TABLE IF NOT EXISTS checkpoints (
     path TEXT PRIMARY KEY, trial INTEGER NOT NULL, step INTEGER NOT NULL, value REAL);
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value);
 CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, event TEXT NOT NULL, trial INTEGER, what TEXT);
 """
+
+
+@dataclass(frozen=True)
+class ExperimentFolder:
+    """The files of one experiment."""
+
+    path: Path
+
+    @property
+    def database(self) -> Path:
+        return self.path / "experiment.sqlite"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "searcher.lock"
+
+    def owner(self) -> int | None:
+        """Return the pid of the process that writes the experiment now; None if there is none on this host."""
+        with contextlib.suppress(OSError, ValueError):
+            pid, started = map(int, self.lock.read_text(encoding="ascii").split())
+            return pid if start_time(pid) == started else None
+        return None
+
+
+class ExperimentIsLive(Unrecoverable):
+    """Another process runs the experiment."""
 
 
 class StaleAttempt(LpPipeError, RuntimeError):
@@ -97,6 +125,10 @@ class Reading:
         """Return (path, trial, step, value) of every checkpoint on the disk, the oldest first."""
         return self._db.execute("SELECT path, trial, step, value FROM checkpoints ORDER BY step, rowid").fetchall()
 
+    def facts(self) -> dict[str, Any]:
+        """Return the definition (a pickle), the address and the pid of the searcher's node, and the run's folder."""
+        return dict(self._db.execute("SELECT name, value FROM facts"))
+
     def _open(self, folder: Path) -> sqlite3.Connection:
         return read_only(folder)
 
@@ -117,24 +149,35 @@ class Reading:
 
 
 class Store(Reading):
-    """The experiment's file, open for writing.
+    """The experiment's file, open for writing. facts: what readers know the experiment by; they replace earlier ones.
 
     Raises (constructor):
-        LaunchError: another process has it open for writing.
+        ExperimentIsLive: another process has it open for writing.
     """
+
+    def __init__(self, folder: Path, metric: str | None, facts: Mapping[str, bytes | str | int]) -> None:
+        self._new_facts = facts
+        super().__init__(folder, metric)
 
     def _open(self, folder: Path) -> sqlite3.Connection:
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(folder / _LOCK_NAME)
-        db = sqlite3.connect(folder / FILE_NAME, check_same_thread=False, isolation_level=None)
+        self._lock = _locked(ExperimentFolder(folder))
+        db = sqlite3.connect(ExperimentFolder(folder).database, check_same_thread=False, isolation_level=None)
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")  # a killed process loses nothing; a machine's crash, the newest
-        db.executescript(_SCHEMA)
+        with _Transaction(db):  # all at once: readers see an experiment whole, or not at all
+            for statement in _SCHEMA.split(";"):
+                db.execute(statement)
+            db.executemany("INSERT OR REPLACE INTO facts VALUES (?,?)", self._new_facts.items())
+        self._lock.truncate(0)
+        self._lock.write(f"{os.getpid()} {start_time(os.getpid())}")
+        self._lock.flush()
         return db
 
     def close(self) -> None:
         """Close the file, so that another process may write it."""
         super().close()
+        self._lock.truncate(0)
         self._lock.close()
 
     def begin(self, trial: int, params: Params, slot: int, until_step: int | None) -> TrialRecord:
@@ -206,6 +249,12 @@ class Store(Reading):
             self._db.execute("UPDATE trials SET slot=NULL, outcome=?, error=? WHERE id=?", (outcome, error, trial))
         record.slot, record.outcome, record.error = None, outcome, error
 
+    def kill(self, record: TrialRecord) -> None:
+        """End a trial for good: reports of its slot, if one runs it, are stale from now on."""
+        with self._transaction("kill", record.id):
+            self._db.execute("UPDATE trials SET slot=NULL, outcome='finished' WHERE id=?", (record.id,))
+        record.slot, record.outcome = None, "finished"
+
     def slot_died(self, record: TrialRecord) -> None:
         """Record that the slot of a running trial has died; the trial waits for another one."""
         with self._transaction("slot died", record.id, f"slot {record.slot}"):
@@ -261,7 +310,9 @@ class Store(Reading):
 class _Transaction:
     """A transaction that also stores an event; it is rolled back when the body raises."""
 
-    def __init__(self, db: sqlite3.Connection, event: str, trial: int | None, what: str | None) -> None:
+    def __init__(
+        self, db: sqlite3.Connection, event: str = "", trial: int | None = None, what: str | None = None
+    ) -> None:
         self._db, self._event = db, (time.time(), event, trial, what)
 
     def __enter__(self) -> None:
@@ -276,23 +327,18 @@ class _Transaction:
         self._db.execute("COMMIT")
 
 
-def _locked(path: Path) -> Any:
+def _locked(folder: ExperimentFolder) -> Any:
     """Return the lock file, locked for this process.
 
     Raises:
-        LaunchError: another process holds it; its pid is named.
+        ExperimentIsLive: another process holds it; its pid is named.
     """
-    file = path.open("a+")
+    file = folder.lock.open("a+", encoding="ascii")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.seek(0)
-        holder = file.read().strip()
         file.close()
-        raise LaunchError(f"the experiment in {path.parent} runs already, in process {holder}") from error
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
+        raise ExperimentIsLive(f"the experiment in {folder.path} runs already, in process {folder.owner()}") from error
     return file
 
 
@@ -302,10 +348,14 @@ def read_only(folder: Path) -> sqlite3.Connection:
     Raises:
         FileNotFoundError: there is none.
     """
-    path = folder / FILE_NAME
+    path = ExperimentFolder(folder).database
     if not path.exists():
-        raise FileNotFoundError(f"{folder} is no experiment: it has no {FILE_NAME}")
-    return sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        raise FileNotFoundError(f"{folder} is no experiment that has started: it has no {path.name}")
+    db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE name='facts'").fetchone():
+        db.close()
+        raise FileNotFoundError(f"the experiment in {folder} is about to start")
+    return db
 
 
 def rows_in(db: sqlite3.Connection) -> Iterator[tuple[int, int, str, float, float, int]]:

@@ -148,6 +148,7 @@ class TrialSlot:
         while (lease := ask(self._searcher, "lease", self._index)) is not None:
             folder = self._folder / "trials" / str(lease.trial)
             trial = Trial(lease, self._searcher, folder, self._seed + lease.trial)
+            print(f"trial {trial.id}, attempt {trial.attempt}: after step {lease.step}, {trial.params}", flush=True)
             outcome, error = self._outcome(trial)
             if lp.stop_event().is_set():
                 return  # the trial goes on from its newest checkpoint when the experiment is resumed

@@ -45,7 +45,7 @@ def trial_whose_slots_die(t: ls.Trial) -> None:
     model = Model(t.params)
     t.restore(model)
     for step in t.steps():
-        if t.attempt == 1 and t.id % 2 == 0 and step == 2:
+        if (t.id, t.attempt, step) in {(0, 1, 1), (2, 1, 1)}:
             os.kill(os.getpid(), signal.SIGKILL)
         t.report({"loss": model.epoch()}, checkpoint=model)
 
@@ -111,13 +111,16 @@ def test_a_stopped_experiment_goes_on_where_it_was(
     assert committed(tmp_path / "experiment") == undisturbed
 
 
-def test_another_space_in_the_folder_is_refused(tmp_path: Path) -> None:
-    ls.experiment("one", trial, space=SPACE, searcher=HALVING, folder=tmp_path)
-    ls.experiment("one", trial, space=SPACE, searcher=HALVING, slots=3, folder=tmp_path)
+def test_another_experiment_in_the_folder_is_refused(tmp_path: Path) -> None:
+    searcher = ls.Random("loss", max_trials=1, max_steps=1)
+    lp.launch(ls.experiment("one", trial, space=SPACE, searcher=searcher, folder=tmp_path), "thread").wait(WITHIN_S)
+    ls.experiment("one", trial, space=SPACE, searcher=searcher, slots=3, folder=tmp_path)
     with pytest.raises(lp.LaunchError, match="space"):
-        ls.experiment("one", trial, space={"lr": 1.0}, searcher=HALVING, folder=tmp_path)
+        ls.experiment("one", trial, space={"lr": 1.0}, searcher=searcher, folder=tmp_path)
     with pytest.raises(lp.LaunchError, match="code"):
-        ls.experiment("one", trial_whose_slots_die, space=SPACE, searcher=HALVING, folder=tmp_path)
+        ls.experiment("one", trial_whose_slots_die, space=SPACE, searcher=searcher, folder=tmp_path)
+    with pytest.raises(lp.LaunchError, match="searcher"):
+        ls.experiment("one", trial, space=SPACE, searcher=HALVING, folder=tmp_path)
 
 
 def test_a_trial_that_raises_fails_and_the_others_go_on(tmp_path: Path) -> None:

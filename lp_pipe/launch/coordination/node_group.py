@@ -37,7 +37,8 @@ class NodeGroup:
 
     def may_restart(self, policy: str) -> bool:
         """Return whether the policy is to start the node again, and the node has restarts left."""
-        return policy == "restart" and self.restarts < self.spec.max_restarts
+        limit = self.spec.max_restarts
+        return policy == "restart" and (limit is None or self.restarts < limit)
 
     def is_vital(self, record: NodeRecord) -> bool:
         """Return whether a failure of this part ends the program, because it is neither restarted nor ignored."""
@@ -59,7 +60,8 @@ class NodeGroup:
             self.is_restarting = True
             record.become(NodeState.RESTARTING)
             wait_s = record.back_off_s(self.backoff)
-            return f"{news}; restart {self.restarts} of {self.spec.max_restarts} in {wait_s:g} s"
+            of = "" if self.spec.max_restarts is None else f" of {self.spec.max_restarts}"
+            return f"{news}; restart {self.restarts}{of} in {wait_s:g} s"
         record.become(NodeState.FAILING)
         if policy == "ignore":
             return f"{news}; the program goes on without it (on_failure='ignore')"

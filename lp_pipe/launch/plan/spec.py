@@ -27,7 +27,7 @@ class NodeSpec:
     resources: Resources
     addresses: tuple[str, ...] = ()
     on_failure: str = "stop"
-    max_restarts: int = 0
+    max_restarts: int | None = 0
     on_hang: str = "report"
     least_nodes: int = 0
     path: str = ""

@@ -1,0 +1,370 @@
+"""`lp_pipe experiment`: create, show, pause, resume, fork and export searches over trials."""
+
+import argparse
+import contextlib
+import csv
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TextIO
+
+from lp_pipe import search
+from lp_pipe.cli.errors import DONE, NotAnswered, UsageError, nearest
+from lp_pipe.cli.table import table
+from lp_pipe.errors import Unavailable
+from lp_pipe.launch.run_dir import usual_runs
+from lp_pipe.launch.run_records import record_in
+from lp_pipe.rpc import CourierClient
+from lp_pipe.search.experiment import Experiment, TrialSummary
+from lp_pipe.search.space import flat
+from lp_pipe.search.store import ExperimentFolder, Reading
+from lp_pipe.telemetry.run_folder import RunFolder
+
+_PATIENCE_S = 5.0
+_EXAMPLES = """\
+examples:
+  lp_pipe experiment create examples/search_digits.py    launch it; the same as lp_pipe launch
+  lp_pipe experiment preview examples/search_digits.py   how many trials end at which step
+  lp_pipe experiment ls                                  all experiments
+  lp_pipe experiment show digits                         its trials
+  lp_pipe experiment best digits --json                  the best trial, its parameters and checkpoint
+  lp_pipe experiment pause digits                        stop trials at their next report
+  lp_pipe experiment resume digits                       go on, also after its launcher was killed
+  lp_pipe experiment kill digits/7                       end one trial; without /7: the experiment
+  lp_pipe experiment export digits --csv=rows.csv
+
+create takes the options of lp_pipe launch. ID is an experiment's folder, its name or a unique beginning of it, or - for
+the newest. create and resume block until the experiment ends.
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Describe the command and its options."""
+    parser = commands.add_parser(
+        "experiment",
+        help="search over trials: create, show, pause, resume, export",
+        description="Work with experiments, which search for the best parameters over many trials.",
+        epilog=_EXAMPLES,
+        usage=f"lp_pipe experiment create|{'|'.join(_ACTIONS)} [ID] [options]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("what", metavar="ACTION", choices=list(_ACTIONS), help=", ".join(_ACTIONS))
+    parser.add_argument("id", metavar="ID", nargs="?", default="-", help="ID or ID/TRIAL; for create, preview: TARGET")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--csv", nargs="?", const="-", metavar="FILE", help="export: rows as CSV (default: stdout)")
+    parser.add_argument("--tensorboard", metavar="DIR", type=Path, help="export: event files, a folder per trial")
+    parser.set_defaults(run=run_command)
+
+
+def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Do what was asked.
+
+    Raises:
+        UsageError: there is no such experiment or trial, or it is not in the state that the action needs.
+    """
+    return _ACTIONS[arguments.what](arguments, program_flags)
+
+
+def _preview(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    from lp_pipe.cli.targets import load_program
+
+    program = load_program(arguments.id, program_flags)
+    try:
+        ends = search.preview(program)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if arguments.json:
+        print(json.dumps(ends))
+        return DONE
+    print(table(("STEPS", "TRIALS THAT END THERE"), [(str(step), str(count)) for step, count in ends.items()]))
+    print(f"{sum(ends.values())} trials, {sum(step * count for step, count in ends.items())} steps")
+    return DONE
+
+
+def _list(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    rows = []
+    for found in _all():
+        trials = found.trials()
+        best = found.best()
+        state = _state(found)
+        if arguments.json:
+            facts = {"name": found.folder.name, "state": state, "trials": len(trials), "folder": str(found.folder)}
+            print(json.dumps({**facts, "best": best.value if best else None}))
+        value = f"{best.value:g}" if best else ""
+        rows.append((found.folder.name, state, str(len(trials)), value, str(found.folder)))
+    if not arguments.json:
+        head = ("NAME", "STATE", "TRIALS", "BEST", "FOLDER")
+        print(table(head, rows) if rows else f"no experiments in {_home()}")
+    return DONE
+
+
+def _show(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    found, trial = _find(arguments.id)
+    curves = found.curves()
+    chosen = [one for one in found.trials() if trial in (None, one.id)]
+    if arguments.json:
+        for one in chosen:
+            print(json.dumps({**_facts(one), "curve": curves.get(one.id, [])}))
+        return DONE
+    print(f"{found.folder.name}: {_state(found)}, {len(chosen)} trials, folder {found.folder}")
+    rows = [
+        (str(one.id), one.state, str(one.step), _last(curves, one), str(one.attempts), _text(one.params))
+        for one in chosen
+    ]
+    print(table(("TRIAL", "STATE", "STEP", "VALUE", "ATTEMPTS", "PARAMETERS"), rows))
+    for one in chosen:
+        if one.error:
+            print(f"\ntrial {one.id} {one.state}: {one.error.strip() if trial is not None else _last_line(one.error)}")
+    return DONE
+
+
+def _compare(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    found, _ = _find(arguments.id)
+    best = found.best_values()
+    trials = {one.id: one for one in found.trials()}
+    if arguments.json:
+        for trial, step, value in best:
+            print(json.dumps({**_facts(trials[trial]), "value": value, "at": step}))
+        return DONE
+    names = list(dict.fromkeys(name for one in trials.values() for name in flat(one.params)))
+    rows = []
+    for trial, step, value in best:
+        values = flat(trials[trial].params)
+        rows.append((str(trial), f"{value:g}", str(step), *(_short(values.get(name, "")) for name in names)))
+    print(table(("TRIAL", "VALUE", "AT STEP", *names), rows))
+    return DONE
+
+
+def _best(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    found, _ = _find(arguments.id)
+    best = found.best()
+    if best is None:
+        raise UsageError(f"experiment {found.folder.name} has no value yet")
+    checkpoint = str(best.checkpoint) if best.checkpoint else None
+    if arguments.json:
+        params = json.loads(json.dumps(best.params, default=repr))
+        print(json.dumps({"trial": best.trial, "value": best.value, "params": params, "checkpoint": checkpoint}))
+        return DONE
+    print(f"trial {best.trial}: {best.value:g} with {_text(best.params)}")
+    print(f"checkpoint: {checkpoint or 'none was kept'}")
+    return DONE
+
+
+def _logs(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Print what slots have printed; for one trial, the lines between its marks."""
+    found, trial = _find(arguments.id)
+    with closing(Reading(found.folder, None)) as reading:
+        run_dir = Path(reading.facts()["run_dir"])
+    logs = {node: path for node, path in RunFolder(run_dir).node_logs().items() if node.startswith("slots/")}
+    if not logs:
+        raise UsageError(f"its run {run_dir} has no logs of slots: nodes that are threads have none")
+    for node, path in sorted(logs.items()):
+        is_wanted = trial is None
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("trial ") and ", attempt " in line:
+                is_wanted = trial is None or line.startswith(f"trial {trial}, attempt ")
+            if is_wanted:
+                print(f"[{node}] {line}")
+    return DONE
+
+
+def _pause(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    found, _ = _find(arguments.id)
+    client = _searcher(found)
+    client.pause()
+    deadline = time.monotonic() + _PATIENCE_S
+    while client.state() == "pausing" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    print(f"experiment {found.folder.name} is {client.state()}: lp_pipe experiment resume {found.folder.name}")
+    return DONE
+
+
+def _resume(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    found, _ = _find(arguments.id)
+    owner = ExperimentFolder(found.folder).owner()
+    if owner is not None:
+        if not _searcher(found).resume():
+            raise UsageError(f"experiment {found.folder.name} runs already, in process {owner}, and is not paused")
+        print(f"experiment {found.folder.name} goes on")
+        return DONE
+    with closing(Reading(found.folder, None)) as reading:
+        run_dir = Path(reading.facts()["run_dir"])
+    record = record_in(run_dir)
+    if record is None:
+        raise UsageError(f"the folder of its last run, {run_dir}, is gone: launch its program again; it goes on")
+    if record.flags.get("target"):
+        from lp_pipe.cli.main import main
+
+        return main(["launch", f"--resume={run_dir}", *(["--json"] if arguments.json else [])])
+    return subprocess.call([sys.executable, *record.argv], cwd=record.cwd or None)
+
+
+def _kill(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    found, trial = _find(arguments.id)
+    _searcher(found).kill(trial)
+    print(f"{'experiment' if trial is None else f'trial {trial} of'} {found.folder.name} is ended")
+    return DONE
+
+
+def _collect(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    """Delete checkpoints on the disk that the experiment does not name."""
+    found, _ = _find(arguments.id)
+    with closing(Reading(found.folder, None)) as reading:
+        named = {Path(path) for path, *_ in reading.checkpoints()}
+    left = [path for path in found.folder.glob("trials/*/checkpoints/attempt-*/*") if path not in named]
+    if ExperimentFolder(found.folder).owner() is not None:
+        raise UsageError(f"experiment {found.folder.name} runs, and deletes what it does not keep by itself")
+    for path in left:
+        shutil.rmtree(path)
+        print(f"removed {path}")
+    print(f"{len(named)} checkpoints are kept")
+    return DONE
+
+
+def _export(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    found, _ = _find(arguments.id)
+    if arguments.tensorboard is not None:
+        _to_tensorboard(found, arguments.tensorboard)
+    if arguments.csv is not None or arguments.tensorboard is None:
+        _to_csv(found, arguments.csv or "-")
+    return DONE
+
+
+def _to_csv(found: Experiment, path: str) -> None:
+    def write(file: TextIO) -> None:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("trial", "step", "name", "value"))
+        writer.writerows(row[:4] for row in found.rows())
+
+    if path == "-":
+        write(sys.stdout)
+        return
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        write(file)
+
+
+def _to_tensorboard(found: Experiment, folder: Path) -> None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UsageError(f"--tensorboard needs torch and tensorboard: pip install tensorboard ({error})") from error
+    rows = found.rows()
+    for one in found.trials():
+        with SummaryWriter(str(folder / f"trial-{one.id}")) as writer:
+            last: dict[str, float] = {}
+            for row in (row for row in rows if row.trial == one.id):
+                writer.add_scalar(row.name, row.value, row.step, walltime=row.time)
+                last[row.name] = row.value
+            params = {name: value if _is_plain(value) else repr(value) for name, value in flat(one.params).items()}
+            writer.add_hparams(params, {f"last/{name}": value for name, value in last.items()}, run_name=".")
+    print(f"wrote {folder}: tensorboard --logdir {folder}", file=sys.stderr)
+
+
+def _find(text: str) -> tuple[Experiment, int | None]:
+    """Return the experiment, and the trial, if the text names one.
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    name, slash, last = text.rpartition("/")
+    if slash and last.isdecimal() and not Path(text).is_dir():
+        found, _ = _find(name)
+        if all(one.id != int(last) for one in found.trials()):
+            raise UsageError(f"experiment {found.folder.name} has no trial {last} that has started")
+        return found, int(last)
+    if ExperimentFolder(Path(text)).database.exists():
+        return search.open(Path(text).resolve()), None
+    known = {one.folder.name: one for one in _all()}
+    if text == "-" and known:
+        return max(known.values(), key=lambda one: one.folder.stat().st_mtime), None
+    matching = [text] if text in known else [name for name in known if name.startswith(text)]
+    if len(matching) == 1:
+        return known[matching[0]], None
+    if matching:
+        raise UsageError(f"{text!r} is the beginning of several experiments: {', '.join(sorted(matching))}")
+    raise UsageError(f"there is no experiment {text!r} in {_home()}{nearest(text, known)}")
+
+
+def _searcher(found: Experiment) -> Any:
+    """Return a client of the live experiment's searcher.
+
+    Raises:
+        UsageError: it is not live.
+        NotAnswered: it does not answer.
+    """
+    if ExperimentFolder(found.folder).owner() is None:
+        raise UsageError(f"experiment {found.folder.name} does not run: lp_pipe experiment resume {found.folder.name}")
+    with closing(Reading(found.folder, None)) as reading:
+        address = str(reading.facts()["address"])
+    client = CourierClient(address, call_timeout=_PATIENCE_S, wait_for_ready=False)
+    try:
+        client.state()
+    except Unavailable as error:
+        raise NotAnswered(f"the searcher of experiment {found.folder.name} does not answer: {error}") from error
+    return client
+
+
+def _state(found: Experiment) -> str:
+    """Return running or paused for a live one; else ended, or stopped if trials are left to run."""
+    if ExperimentFolder(found.folder).owner() is not None:
+        return str(_searcher(found).state())
+    return "ended" if found.is_over() else "stopped"
+
+
+def _home() -> Path:
+    return usual_runs() / "experiments"
+
+
+def _all() -> list[Experiment]:
+    found = []
+    for path in sorted(_home().glob("*/experiment.sqlite")):
+        with contextlib.suppress(FileNotFoundError):  # it is about to start
+            found.append(search.open(path.parent))
+    return found
+
+
+def _facts(one: TrialSummary) -> dict[str, Any]:
+    facts = {**one._asdict(), "checkpoint": str(one.checkpoint) if one.checkpoint else None}
+    return json.loads(json.dumps(facts, default=repr))  # type: ignore[no-any-return]
+
+
+def _last(curves: dict[int, list[tuple[int, float]]], one: TrialSummary) -> str:
+    curve = curves.get(one.id)
+    return f"{curve[-1][1]:g}" if curve else ""
+
+
+def _text(params: dict[str, Any]) -> str:
+    return " ".join(f"{name}={_short(value)}" for name, value in flat(params).items())
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | float | str | bool)
+
+
+def _last_line(error: str) -> str:
+    return error.strip().splitlines()[-1]
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int]] = {
+    "preview": _preview,
+    "ls": _list,
+    "show": _show,
+    "compare": _compare,
+    "best": _best,
+    "logs": _logs,
+    "pause": _pause,
+    "resume": _resume,
+    "kill": _kill,
+    "gc": _collect,
+    "export": _export,
+}
