@@ -9,7 +9,8 @@ from lp_pipe.cli.errors import UsageError
 from lp_pipe.connections.tcp_carriers import TRANSPORTS
 from lp_pipe.launch.dry_run import describe_launch
 from lp_pipe.launch.elastic import HostCount
-from lp_pipe.launch.engines import BUILT_IN, engine_class, make_engine
+from lp_pipe.launch.engines import BUILT_IN, engine_class
+from lp_pipe.launch.options import HOST_OPTIONS, LaunchOptions
 from lp_pipe.program import Program
 
 _OPTION = "option_"
@@ -63,18 +64,8 @@ def launch_options(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: an option for several hosts in another mode, or an unknown engine.
     """
-    given = {
-        "engine": arguments.engine,
-        "hosts": arguments.hosts,
-        "listen": arguments.listen,
-        "interface": arguments.interface,
-        "transport": arguments.transport,
-        "sync": arguments.sync,
-        "join_timeout": arguments.join_timeout,
-        "host_timeout": arguments.host_timeout,
-        "engine_options": engine_options(arguments),
-    }
-    options = {name: value for name, value in given.items() if value not in (None, "", {})}
+    given = {**vars(arguments), "engine_options": engine_options(arguments)}
+    options = {name: given[name] for name in HOST_OPTIONS if given[name] not in (None, "", {})}
     if vars(arguments).get("elastic"):
         _check_elastic(arguments)
     if options and arguments.mode != "multi_host":
@@ -94,9 +85,9 @@ def plan_lines(program: Program, arguments: argparse.Namespace) -> list[str]:
     Raises:
         LaunchError, ValueError: the hosts do not join, or lack resources that the program needs.
     """
-    options = launch_options(arguments)
+    options = LaunchOptions(**launch_options(arguments))
     with tempfile.TemporaryDirectory(prefix="lp_pipe-plan-") as folder:
-        return describe_launch(program, arguments.mode, Path(folder), **options)
+        return describe_launch(program, arguments.mode, Path(folder), options)
 
 
 def count(arguments: argparse.Namespace) -> int:
@@ -108,7 +99,7 @@ def count(arguments: argparse.Namespace) -> int:
     if arguments.mode != "multi_host":
         return 1
     try:
-        engine = make_engine(arguments.engine or "local", arguments.hosts or "", engine_options(arguments))
+        engine = LaunchOptions(**launch_options(arguments)).make_engine()
     except ValueError as error:
         raise UsageError(str(error)) from error
     return len(engine.hosts())

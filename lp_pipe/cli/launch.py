@@ -150,9 +150,8 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                 display.note(f"starting at step 0: there is no checkpoint in {record.folder.checkpoints}")
             with display.output() as output, _none_left_behind():
                 with _explained(arguments.target, ours):
-                    options |= {"grace": arguments.grace, "hang_after": arguments.hang_after, "listed": True}
-                    options |= {"setup": setup}
-                    options |= {"run_dir": run_dir, "metrics_sinks": (display.metrics,)}
+                    options |= {"grace": arguments.grace, "hang_after": arguments.hang_after, "setup": setup}
+                    options |= {"listed": True, "run_dir": run_dir, "metrics_sinks": (display.metrics,)}
                     run: Run | ElasticRun
                     if make is None:
                         run = launch(program, arguments.mode, **options)

@@ -10,7 +10,7 @@ from lp_pipe.cli.errors import NotLaunched, UsageError
 from lp_pipe.cli.table import table
 from lp_pipe.cli.targets import load_program, own_failure
 from lp_pipe.errors import LpPipeError, PartitionError, PipelineError, SerializationError
-from lp_pipe.launch.launcher import named_engine
+from lp_pipe.launch.options import LaunchOptions
 
 if TYPE_CHECKING:
     from lp_pipe.pipeline.partitioning import Profile
@@ -99,10 +99,8 @@ def _profile_links(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--devices-per-host must be at least 1, got {arguments.devices_per_host}")
     options = host_options.launch_options(arguments)
     try:
-        engine = named_engine(
-            options.pop("engine", "local"), options.pop("hosts", ""), options.pop("engine_options", {})
-        )
-        links = measure_links([offer.name for offer in engine.hosts()], engine=engine, **options)
+        options["engine"] = engine = LaunchOptions(**options).make_engine()
+        links = measure_links([offer.name for offer in engine.hosts()], **options)
         topology = topology_of(links, arguments.devices_per_host)
         if arguments.output:
             topology.save(arguments.output)

@@ -1,18 +1,16 @@
 """Describe what a launch would do, without starting a node: hosts, resources, and the channels between nodes."""
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lp_pipe.channels import kinds
 from lp_pipe.connections.credentials import generate_credentials
-from lp_pipe.launch.engines import Engine, HostOffer, Invitation
+from lp_pipe.launch.engines import HostOffer, Invitation
 from lp_pipe.launch.hosts.edges import check_channels, check_channels_of_one_host, host_of
-from lp_pipe.launch.hosts.host_join import Patience
 from lp_pipe.launch.hosts.joined_hosts import MultiHostOptions, join_hosts
 from lp_pipe.launch.hosts.source_tree import SourceTree
-from lp_pipe.launch.launcher import named_engine
+from lp_pipe.launch.options import LaunchOptions
 from lp_pipe.launch.plan.hardware import Hardware, this_host
 from lp_pipe.launch.plan.host_placement import HostPlacement, place_on_hosts
 from lp_pipe.launch.plan.launch_plan import LaunchPlan, make_plan, serialize_nodes
@@ -23,21 +21,7 @@ from lp_pipe.program import Program
 _KNOWN_AT_THE_START = ["", "# Chosen at the start: names, the launcher's address and port, the secret."]
 
 
-def describe_launch(
-    program: Program,
-    mode: str,
-    folder: Path,
-    *,
-    engine: str | Engine = "local",
-    hosts: str | Sequence[str] = "",
-    engine_options: Mapping[str, str] | None = None,
-    listen: str = "",
-    interface: str = "",
-    transport: str = "auto",
-    join_timeout: float = 60.0,
-    host_timeout: float = 7.0,
-    sync: str | os.PathLike[str] | None = None,
-) -> list[str]:
+def describe_launch(program: Program, mode: str, folder: Path, options: LaunchOptions) -> list[str]:
     """Return the plan as lines of text. In multi_host mode agents join, tell what their hosts have, and end again.
 
     An engine that can show what it would start (`Engine.preview`) starts nothing; its text follows the plan.
@@ -57,21 +41,21 @@ def describe_launch(
             node_id: HostPlacement("this host", place) for node_id, place in place_all(plan.nodes, this_host()).items()
         }
         return [*_nodes(places), *_edges(plan, places)]
-    tree = [] if sync is None else _sources(SourceTree.of(sync))
-    known = named_engine(engine, hosts, engine_options or {})
-    options = MultiHostOptions(known, listen, interface, Patience(join_timeout, host_timeout), transport=transport)
-    launcher = f"{listen.partition('@')[0] or 'LAUNCHER'}:0"
-    preview = known.preview(Invitation([launcher], b"", f"{program.name}/agents", interface, options.carrier))
+    of_hosts = MultiHostOptions.of(options)
+    engine, carrier = of_hosts.engine, of_hosts.carrier
+    tree = [] if of_hosts.tree is None else _sources(of_hosts.tree)
+    launcher = f"{options.listen.partition('@')[0] or 'LAUNCHER'}:0"
+    preview = engine.preview(Invitation([launcher], b"", f"{program.name}/agents", options.interface, carrier))
     if preview is not None:
-        promised = {offer.name: _promised(offer) for offer in known.hosts()}
+        promised = {offer.name: _promised(offer) for offer in engine.hosts()}
         nodes, remark = _without_labels(plan.nodes)
         places = place_on_hosts(nodes, promised)
-        check_channels(plan.edges, places, options.carrier)
-        edges = _edges(plan, places, options.carrier)
+        check_channels(plan.edges, places, carrier)
+        edges = _edges(plan, places, carrier)
         return [*_nodes(places), *remark, *edges, *tree, *_KNOWN_AT_THE_START, *preview.splitlines()]
-    joined = join_hosts(plan, options, generate_credentials())
+    joined = join_hosts(plan, of_hosts, generate_credentials())
     joined.host_join.close(patience_s=3.0)
-    return [*_nodes(joined.places), *_edges(plan, joined.places, options.carrier), *tree]
+    return [*_nodes(joined.places), *_edges(plan, joined.places, carrier), *tree]
 
 
 def _promised(offer: HostOffer) -> Hardware:

@@ -9,25 +9,22 @@ stay. Source: torch.distributed.elastic, `--nnodes=MIN:MAX`.
 """
 
 import logging
-import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.errors import NodeError
-from lp_pipe.launch.engines import Engine
 from lp_pipe.launch.hosts.elastic_hosts import ElasticHosts
-from lp_pipe.launch.hosts.host_join import Patience
 from lp_pipe.launch.hosts.joined_hosts import KeptHosts, MultiHostOptions
-from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.hosts.tree_store import TreeStore
-from lp_pipe.launch.launcher import RunOptions, check_program, named_engine, start_run
+from lp_pipe.launch.launcher import check_program, start_run
+from lp_pipe.launch.options import LaunchOptions, with_keywords
 from lp_pipe.launch.plan import interpreter_state
 from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.run import Run
@@ -35,7 +32,6 @@ from lp_pipe.launch.run_dir import make_run_dir
 from lp_pipe.launch.signals import Interrupts, Latch
 from lp_pipe.program import Program
 from lp_pipe.rpc.fork_guard import ForkGuard
-from lp_pipe.telemetry.metrics import Sink
 from lp_pipe.telemetry.run_folder import RunFolder
 
 _log = logging.getLogger(__name__)
@@ -67,26 +63,13 @@ class HostCount(NamedTuple):
         return cls(int(least), int(most))
 
 
-def launch_elastic(
-    make_program: MakeProgram,
-    num_hosts: str,
-    *,
-    grace: float = 5.0,
-    run_dir: str | os.PathLike[str] | None = None,
-    metrics_sinks: tuple[Sink, ...] = (),
-    listed: bool | None = None,
-    hang_after: float | None = 60.0,
-    setup: Callable[[], Any] | None = None,
-    engine: str | Engine = "local",
-    hosts: str | Sequence[str] = "",
-    engine_options: Mapping[str, str] | None = None,
-    listen: str = "",
-    interface: str = "",
-    transport: str = "auto",
-    sync: str | os.PathLike[str] | None = None,
-    join_timeout: float = 60.0,
-    host_timeout: float = 7.0,
-) -> "ElasticRun":
+@dataclass(frozen=True)
+class _ElasticOptions(LaunchOptions):
+    num_hosts: str
+
+
+@with_keywords(_ElasticOptions)
+def launch_elastic(make_program: MakeProgram, options: _ElasticOptions) -> "ElasticRun":
     """Run the program on `num_hosts`, "MIN:MAX", hosts: whatever is there; mode="multi_host" of `launch`.
 
     make_program(n): the program for n hosts, built anew whenever their number changes; in this process, from a thread.
@@ -104,15 +87,21 @@ def launch_elastic(
         Exception: of `make_program`.
     """
     check_not_refused()
-    count = HostCount.parse(num_hosts)
-    options = RunOptions(grace, metrics_sinks, listed, hang_after, setup)
+    count = HostCount.parse(options.num_hosts)
     make_program = _checked(make_program)
-    known = named_engine(engine, hosts, engine_options or {})
-    folder = make_run_dir(make_program(count.most).name, run_dir)  # also: what it raises, it raises here
-    patience, credentials = Patience(join_timeout, host_timeout), generate_credentials()
-    host_options = MultiHostOptions(known, listen, interface, patience, transport=transport)
-    tree = None if sync is None else TreeStore().kept(SourceTree.of(sync))
-    hosts_of_run = ElasticHosts(known, credentials, listen, interface, patience, host_options.carrier)
+    host_options = MultiHostOptions.of(options)
+    folder = make_run_dir(make_program(count.most).name, options.run_dir)  # also: what it raises, it raises here
+    credentials = generate_credentials()
+    tree = None if host_options.tree is None else TreeStore().kept(host_options.tree)
+    hosts_of_run = ElasticHosts(
+        host_options.engine,
+        credentials,
+        host_options.listen,
+        host_options.interface,
+        host_options.patience,
+        host_options.carrier,
+    )
+    options = replace(options, run_dir=folder)
 
     def start(program: Program, agents: Mapping[str, Any], used: int) -> Run:
         kept = KeptHosts(hosts_of_run, credentials, agents, used)

@@ -1,9 +1,7 @@
 """`launch`: from a program to a run, in any mode."""
 
 import contextlib
-import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,46 +11,20 @@ from lp_pipe.errors import LaunchError
 from lp_pipe.launch import mixed, process
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordination.coordinator import Coordinator
-from lp_pipe.launch.engines import Engine, make_engine
 from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.hosts.edges import check_channels_of_one_host
+from lp_pipe.launch.options import LaunchOptions, with_keywords
 from lp_pipe.launch.plan.launch_plan import LaunchPlan, make_plan, serialize_nodes
 from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.report import print_reports
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.run_dir import make_run_dir
 from lp_pipe.program import Program
-from lp_pipe.telemetry.metrics import MetricsLog, Sink
+from lp_pipe.telemetry.metrics import MetricsLog
 
 if TYPE_CHECKING:  # most launches are of one host, and do not need what is for several
     from lp_pipe.launch.hosts.joined_hosts import MultiHostOptions
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """The options of a run in any mode; see `launch`.
-
-    Raises:
-        ValueError: grace or hang_after is no such number of seconds.
-        TypeError: setup cannot be called.
-    """
-
-    grace: float
-    metrics_sinks: tuple[Sink, ...]
-    listed: bool | None
-    hang_after: float | None
-    setup: Callable[[], Any] | None = None
-
-    def __post_init__(self) -> None:
-        is_time = isinstance(self.hang_after, int | float) and 0 < self.hang_after < math.inf
-        if self.hang_after is not None and not is_time:
-            raise ValueError(f"hang_after={self.hang_after!r}: seconds are needed, more than 0; None for no reports")
-        if self.setup is not None and not callable(self.setup):
-            raise TypeError(f"setup={self.setup!r}: a function without parameters is needed")
-        # Else the stop would fail half-way.
-        if not isinstance(self.grace, int | float) or not 0 <= self.grace < math.inf:
-            raise ValueError(f"grace={self.grace!r}: seconds are needed, 0 or more")
 
 
 _MakeHost = Callable[[LaunchPlan, MetricsLog, "MultiHostOptions | None"], tuple[Host, Coordinator]]
@@ -74,27 +46,13 @@ MODES: dict[str, _MakeHost] = {
 }
 
 
-def launch(
-    program: Program,
-    mode: str = "process",
-    *,
-    grace: float = 5.0,
-    serialize_py_nodes: bool | None = None,
-    run_dir: str | os.PathLike[str] | None = None,
-    metrics_sinks: tuple[Sink, ...] = (),
-    listed: bool | None = None,
-    hang_after: float | None = 60.0,
-    setup: Callable[[], Any] | None = None,
-    engine: str | Engine = "local",
-    hosts: str | Sequence[str] = "",
-    engine_options: Mapping[str, str] | None = None,
-    listen: str = "",
-    interface: str = "",
-    transport: str = "auto",
-    join_timeout: float = 60.0,
-    host_timeout: float = 7.0,
-    sync: str | os.PathLike[str] | None = None,
-) -> Run:
+@dataclass(frozen=True)
+class _RunOptions(LaunchOptions):
+    mode: str = "process"
+
+
+@with_keywords(_RunOptions)
+def launch(program: Program, options: _RunOptions) -> Run:
     """Start every node of `program` and return at once.
 
     Call `.wait()` on the result, or use it in a `with` block. A script that ends without either waits for the program,
@@ -137,23 +95,22 @@ def launch(
     """
     check_not_refused()
     check_program(program, "launch takes a Program")
+    mode, host_options = options.mode, None
     if mode not in MODES:
         raise ValueError(f"unknown launch mode {mode!r}; known modes: {', '.join(MODES)}")
-    options = RunOptions(grace, metrics_sinks, listed, hang_after, setup)
-    host_options = None
-    is_for_hosts = hosts or engine_options or listen or interface or sync or engine != "local" or transport != "auto"
-    if mode != "multi_host" and is_for_hosts:
+    if mode == "multi_host":
+        from lp_pipe.launch.hosts.joined_hosts import MultiHostOptions
+
+        host_options = MultiHostOptions.of(options)
+    elif options.needs_hosts:
         raise ValueError(
             f"mode={mode!r} has one host; engine, hosts, listen, interface, transport and sync are for 'multi_host'"
         )
-    if mode == "multi_host":
-        found = named_engine(engine, hosts, engine_options or {})
-        host_options = _host_options(found, listen, interface, transport, join_timeout, host_timeout, sync)
-    if serialize_py_nodes:
-        serialize_nodes(make_plan(program, Path(), grace))
+    if options.serialize_py_nodes:
+        serialize_nodes(make_plan(program, Path(), options.grace))
     with _naming_shortage(program):
-        folder = make_run_dir(program.name, run_dir)
-        return start_run(program, mode, host_options, folder, options, is_named=run_dir is not None)
+        folder = make_run_dir(program.name, options.run_dir)
+        return start_run(program, mode, host_options, folder, options)
 
 
 def start_run(
@@ -161,14 +118,12 @@ def start_run(
     mode: str,
     host_options: "MultiHostOptions | None",
     run_dir: Path,
-    options: RunOptions,
-    *,
-    is_named: bool = True,
+    options: LaunchOptions,
 ) -> Run:
     """Start the program in its folder, as `launch` does.
 
-    is_named: whether the folder was asked for. If not, a run that is not listed keeps no records, and its folder only
-        if something is in it at the end.
+    If the folder was not asked for, a run that is not listed keeps no records, and its folder only if something is in
+    it at the end.
     """
     plan = make_plan(program, run_dir, options.grace, options.setup)
     killing = next((spec for spec in plan.nodes if spec.on_hang != "report"), None)
@@ -179,7 +134,7 @@ def start_run(
     metrics = MetricsLog(plan.folder.metrics, options.metrics_sinks)
     host, coordinator = MODES[mode](plan, metrics, host_options)
     is_listed = mode != "thread" if options.listed is None else options.listed
-    keeps_records = is_listed or is_named
+    keeps_records = is_listed or options.run_dir is not None
     control = ControlPoint(program, mode, coordinator, host, is_listed) if keeps_records else None
     hangs = HangWatch(coordinator, host, options.hang_after)
     run = Run(program, coordinator, host, metrics, hangs, control, keeps_empty_folder=keeps_records)
@@ -208,31 +163,3 @@ def check_program(found: Any, wanted: str) -> Program:
     if not isinstance(found, Program):
         raise TypeError(f"{wanted}, not {found!r} of type {type(found).__name__}")
     return found
-
-
-def named_engine(engine: str | Engine, hosts: str | Sequence[str], options: Mapping[str, str]) -> Engine:
-    """Return the engine that the user named.
-
-    Raises:
-        ValueError: there is none of that name, or it cannot read its hosts or options.
-    """
-    if isinstance(engine, Engine):
-        return engine
-    return make_engine(engine, hosts if isinstance(hosts, str) else ",".join(hosts), options)
-
-
-def _host_options(
-    engine: Engine,
-    listen: str,
-    interface: str,
-    transport: str,
-    join_timeout: float,
-    host_timeout: float,
-    sync: str | os.PathLike[str] | None,
-) -> "MultiHostOptions":
-    from lp_pipe.launch.hosts.host_join import Patience
-    from lp_pipe.launch.hosts.joined_hosts import MultiHostOptions
-    from lp_pipe.launch.hosts.source_tree import SourceTree
-
-    tree = None if sync is None else SourceTree.of(sync)
-    return MultiHostOptions(engine, listen, interface, Patience(join_timeout, host_timeout), tree, transport=transport)

@@ -18,6 +18,7 @@ from lp_pipe.launch.dry_run import describe_launch
 from lp_pipe.launch.engines import KubernetesEngine
 from lp_pipe.launch.engines.base import Invitation, StartedAgent
 from lp_pipe.launch.engines.local import LocalEngine
+from lp_pipe.launch.options import LaunchOptions
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -96,14 +97,14 @@ def test_agents_are_told_of_it() -> None:
 @pytest.mark.parametrize(("transport", "chosen"), [("auto", "tls"), ("tls", "tls"), ("grpc", "grpc")])
 def test_a_dry_run_names_the_channels_that_it_gives(transport: str, chosen: str, tmp_path: Path) -> None:
     engine = KubernetesEngine("2", image="train:1")
-    lines = describe_launch(program(), "multi_host", tmp_path, engine=engine, transport=transport)
+    lines = describe_launch(program(), "multi_host", tmp_path, LaunchOptions(engine=engine, transport=transport))
     assert f"stages/0 -> stages/1  channel {chosen}" in lines
 
 
 def test_a_channel_that_contradicts_it_is_refused(tmp_path: Path) -> None:
     engine = KubernetesEngine("2", image="train:1")
     with pytest.raises(ValueError, match=r"channel='tls' from stages/0 to stages/1 .*transport='grpc'"):
-        describe_launch(program("tls"), "multi_host", tmp_path, engine=engine, transport="grpc")
+        describe_launch(program("tls"), "multi_host", tmp_path, LaunchOptions(engine=engine, transport="grpc"))
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 from lp_pipe.connections import tcp_carriers
 from lp_pipe.connections.credentials import Credentials
@@ -10,6 +11,7 @@ from lp_pipe.launch.engines import Engine
 from lp_pipe.launch.hosts.edges import check_channels
 from lp_pipe.launch.hosts.host_join import HostJoin, Patience, RemoteAgent
 from lp_pipe.launch.hosts.source_tree import SourceTree
+from lp_pipe.launch.options import LaunchOptions
 from lp_pipe.launch.plan.hardware import Hardware
 from lp_pipe.launch.plan.host_placement import HostPlacement, offered, place_on_hosts
 from lp_pipe.launch.plan.launch_plan import LaunchPlan
@@ -43,6 +45,18 @@ class MultiHostOptions:
 
     def __post_init__(self) -> None:
         tcp_carriers.scheme_of(self.transport)
+
+    @classmethod
+    def of(cls, options: LaunchOptions) -> Self:
+        """Return what the options mean.
+
+        Raises:
+            ValueError: an option is none that there is; as `LaunchOptions.make_engine`.
+            LaunchError: the folder of sources cannot be read.
+        """
+        engine, patience = options.make_engine(), Patience(options.join_timeout, options.host_timeout)
+        tree = None if options.sync is None else SourceTree.of(options.sync)
+        return cls(engine, options.listen, options.interface, patience, tree, transport=options.transport)
 
     @property
     def carrier(self) -> str:

@@ -17,6 +17,7 @@ from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.errors import CheckpointError
 from lp_pipe.launch.dry_run import describe_launch
 from lp_pipe.launch.engines import SshEngine
+from lp_pipe.launch.options import LaunchOptions
 from tests.launch.engines import namespaces
 from tests.launch.engines.programs import WITHIN_S, probes, trained
 from tests.waiting import until
@@ -109,7 +110,7 @@ def test_an_interface_that_a_host_does_not_have_is_named(hosts: namespaces.Hosts
 
 def test_a_dry_run_says_what_each_edge_will_be(hosts: namespaces.Hosts, tmp_path: Any) -> None:
     for channel, expected in (("auto", "channel tls"), ("gloo", "channel gloo (not encrypted)")):
-        lines = describe_launch(wide_pipeline(channel)[0], "multi_host", tmp_path, engine=engine(hosts))
+        lines = describe_launch(wide_pipeline(channel)[0], "multi_host", tmp_path, LaunchOptions(engine=engine(hosts)))
         assert f"stages/0 -> stages/1  {expected}" in lines
 
 

@@ -10,6 +10,7 @@ import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.launch.dry_run import describe_launch
 from lp_pipe.launch.engines import KubernetesEngine
+from lp_pipe.launch.options import LaunchOptions
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -33,10 +34,14 @@ def test_a_channel_that_stays_on_one_host_is_refused_between_two(channel: str) -
 
 def test_a_dry_run_refuses_it_as_well(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="stages/0 is to run on host-0 and stages/1 on host-1"):
-        describe_launch(pipeline("shm"), "multi_host", tmp_path, engine=KubernetesEngine("2", image="train:1"))
+        describe_launch(
+            pipeline("shm"), "multi_host", tmp_path, LaunchOptions(engine=KubernetesEngine("2", image="train:1"))
+        )
 
 
 def test_where_both_ends_are_on_one_host_it_is_taken(tmp_path: Path) -> None:
     program = pipeline("shm", host="host-1")
-    lines = describe_launch(program, "multi_host", tmp_path, engine=KubernetesEngine("2", image="train:1"))
+    lines = describe_launch(
+        program, "multi_host", tmp_path, LaunchOptions(engine=KubernetesEngine("2", image="train:1"))
+    )
     assert "stages/0 -> stages/1  channel shm" in lines

@@ -9,6 +9,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.launch.dry_run import describe_launch
 from lp_pipe.launch.engines import HostOffer, KubernetesEngine
+from lp_pipe.launch.options import LaunchOptions
 from lp_pipe.launch.plan.hardware import Hardware
 from lp_pipe.launch.plan.host_placement import offered, place_again, place_on_hosts
 from lp_pipe.launch.plan.spec import NodeSpec
@@ -260,6 +261,8 @@ def test_a_dry_run_takes_labels_of_hosts_that_are_still_to_come_for_granted(tmp_
     program = lp.Program("labels")
     with program.group("tables", resources=lp.Resources(host_labels=["large"])):
         program.add_node(lp.PyNode(print))
-    lines = describe_launch(program, "multi_host", tmp_path, engine=KubernetesEngine("2", image="train:1"))
+    lines = describe_launch(
+        program, "multi_host", tmp_path, LaunchOptions(engine=KubernetesEngine("2", image="train:1"))
+    )
     assert lines[0].split() == ["tables/0", "host-0"]
     assert "labels that tables want" in lines[1]
