@@ -257,7 +257,7 @@ class ElasticRun:
         while not self._run.is_over:
             self._forget_survived_losses()
             if not is_growing and self._could_grow():
-                now = _checkpoints_in(self.run_dir)
+                now = RunFolder(self.run_dir).checkpoint_names()
                 seen = now if seen is None else seen
                 is_growing = bool(now - seen) and self._run.request_stop()
             if self._is_stopping.wait(_LOOK_EVERY_S):
@@ -282,7 +282,3 @@ class ElasticRun:
 
     def _could_grow(self) -> bool:
         return self._num_hosts < min(len(self._hosts.up()), self._count.most)
-
-
-def _checkpoints_in(run_dir: Path) -> set[str]:
-    return {path.name for path in RunFolder(run_dir).checkpoints.glob("step-*")}

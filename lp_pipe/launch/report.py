@@ -21,7 +21,6 @@ _MAX_MESSAGE_LINES = 3
 _MAX_NOTES = 3
 _MAX_CRASH_OUTPUT = 3
 _KEPT_OUTER_LINES = 2
-_WORTH_NAMING = ("checkpoint*", "metrics.jsonl")
 
 
 def save_failure(coordinator: Coordinator) -> None:
@@ -64,7 +63,7 @@ def described_failure(coordinator: Coordinator, host: Host) -> NodeError | None:
 
 def closing_lines(folder: RunFolder) -> str:
     """Return the line about the run's folder and, if it has checkpoints, a line on how to go on from them."""
-    if not folder.has_checkpoints():
+    if not folder.checkpoint_names():
         return run_folder(folder)
     run_dir = str(shown(folder.path))
     if current_invocation().is_command:
@@ -76,7 +75,7 @@ def closing_lines(folder: RunFolder) -> str:
 
 def run_folder(folder: RunFolder) -> str:
     """Return the line about the run's folder and what was saved in it."""
-    saved = sorted(path.name for pattern in _WORTH_NAMING for path in folder.path.glob(pattern))
+    saved = folder.saved_names()
     contents = f" (with {', '.join(saved)})" if saved else ""
     return f"run folder {shown(folder.path)}{contents}"
 

@@ -9,6 +9,7 @@
     logs/               what each node printed; logs.json: the nodes of files that are not named after them
     debuggers/          which nodes wait in a debugger (launch/processes/node_stdin.py)
     agents/             what the agents of a multi-host run printed
+    agents.secret       what agents that the user starts need to join (launch/engines/manual.py)
     checkpoints/        what Checkpoints saved
 
 Nodes write files of their own beside these.
@@ -19,12 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lp_pipe.telemetry.file_names import node_of_log
-
-# Files that the launcher writes in every run; a folder with nothing else has no results.
-_OF_THE_LAUNCHER = {
-    *("run.json", "graph.json", "graph.svg", "events.jsonl", "failure.txt", "hangs.log", "logs", "logs.json", "agents"),
-    "debuggers",
-}
 
 
 @dataclass(frozen=True)
@@ -78,12 +73,16 @@ class RunFolder:
         return self.path / "agents"
 
     @property
+    def agents_secret(self) -> Path:
+        return self.path / "agents.secret"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def has_checkpoints(self) -> bool:
-        """Return whether the usual place has a checkpoint that `--resume` can start from."""
-        return any(self.checkpoints.glob("step-*"))
+    def checkpoint_names(self) -> set[str]:
+        """Return the names of the checkpoints in the usual place, from which `--resume` can start."""
+        return {path.name for path in self.checkpoints.glob("step-*")}
 
     def results(self) -> list[Path]:
         """Return the files that nodes made: metrics, checkpoints, and their own files.
@@ -91,7 +90,15 @@ class RunFolder:
         Raises:
             OSError: the folder cannot be read.
         """
-        return [path for path in self.path.iterdir() if path.name not in _OF_THE_LAUNCHER]
+        of_the_launcher = (
+            *(self.record, self.graph, self.picture, self.events, self.failures, self.hangs, self.logs),
+            *(self.log_index, self.debuggers, self.agents),
+        )
+        return [path for path in self.path.iterdir() if path not in of_the_launcher]
+
+    def saved_names(self) -> list[str]:
+        """Return the names of checkpoint folders and of the metrics, of those that there are."""
+        return sorted(path.name for path in self.path.glob("*") if path == self.metrics or path.match("checkpoint*"))
 
     def node_logs(self) -> dict[str, Path]:
         """Return the log file of every node that has printed something, by node_id."""

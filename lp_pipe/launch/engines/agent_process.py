@@ -7,11 +7,9 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent, kill_all
-from lp_pipe.telemetry.file_names import file_name
 from lp_pipe.telemetry.names import signal_name
 
 _KEPT_LINES = 20
@@ -37,7 +35,7 @@ class AgentProcess(StartedAgent):
     ) -> None:
         super().__init__(hosts)
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._log_path = Path(invitation.log_dir) / f"{file_name(hosts[0])}.log"
+        self._log_path = invitation.log_path(hosts[0])
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._process = subprocess.Popen(

@@ -14,7 +14,11 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
+
+from lp_pipe.telemetry.file_names import file_name
+from lp_pipe.telemetry.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,15 @@ class Invitation:
     log_dir: str
     interface: str = ""
     transport: str = "tls"
+
+    @property
+    def run_folder(self) -> RunFolder:
+        """The run's folder."""
+        return RunFolder(Path(self.log_dir).parent)
+
+    def log_path(self, host: str) -> Path:
+        """Return the file for the output of the agent of that host."""
+        return Path(self.log_dir) / f"{file_name(host)}.log"
 
     def arguments(self, host: str, token_file: str = "-") -> list[str]:
         """Return the arguments that follow the interpreter on the command line of the agent of `host`.

@@ -4,7 +4,6 @@ import ipaddress
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from lp_pipe.errors import LaunchError
@@ -80,8 +79,8 @@ class KubernetesEngine(Engine):
             raise LaunchError(f"{_MISSING} ({error})") from error
         cluster = Cluster(self._namespace, self._kubeconfig, connections=self._count + 4)
         objects = self._objects(invitation, cluster.namespace, invitation.secret.decode())
-        names = [offer.name for offer in self.hosts()]
-        self._pods = Pods(cluster, objects, names, Path(invitation.log_dir))
+        log_paths = {offer.name: invitation.log_path(offer.name) for offer in self.hosts()}
+        self._pods = Pods(cluster, objects, log_paths)
         return self._pods.hosts
 
     def preview(self, invitation: Invitation) -> str:
@@ -97,7 +96,7 @@ class KubernetesEngine(Engine):
             self._pods.close()
 
     def _objects(self, invitation: Invitation, namespace: str, secret: str) -> list[Object]:
-        run = Path(invitation.log_dir).parent.name
+        run = invitation.run_folder.path.name
         group = PodGroup(
             name=f"lp-{_label(run).lower()[:_NAME_CHARS]}-{secrets.token_hex(3)}",
             run=_label(run),

@@ -112,16 +112,17 @@ class PodHost(StartedAgent):
 class Pods:
     """The objects of a run in the cluster, and its pods.
 
-    objects: the last one owns the others. hosts: in the order of the pods' numbers.
+    objects: the last one owns the others. log_paths: by host, in the order of the pods' numbers.
 
     Raises (constructor):
         LaunchError: an object cannot be made; the others have been deleted.
     """
 
-    def __init__(self, cluster: Cluster, objects: Sequence[Object], hosts: Sequence[str], log_dir: Path) -> None:
-        log_dir.mkdir(parents=True, exist_ok=True)
+    def __init__(self, cluster: Cluster, objects: Sequence[Object], log_paths: Mapping[str, Path]) -> None:
+        for path in log_paths.values():
+            path.parent.mkdir(parents=True, exist_ok=True)
         self.cluster = cluster
-        self.hosts = [PodHost(host, log_dir / f"{host}.log", self) for host in hosts]
+        self.hosts = [PodHost(host, path, self) for host, path in log_paths.items()]
         self.trouble = ""
         owner = objects[-1]["metadata"]["name"]
         self.describe = f"kubectl -n {cluster.namespace} describe job -l {INSTANCE_LABEL}={owner}"

@@ -32,7 +32,7 @@ class ManualEngine(Engine):
         return self._hosts
 
     def start(self, invitation: Invitation) -> Sequence[StartedAgent]:
-        self._file = Path(invitation.log_dir).parent / "agents.secret"
+        self._file = invitation.run_folder.agents_secret
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.unlink(missing_ok=True)

@@ -103,7 +103,7 @@ class RayEngine(Engine):
         share = self._names[:index].count(self._names[index])
         method = actor.run.options(num_returns="streaming")
         output = method.remote(invitation.arguments(offer.name), invitation.secret, share, offer.cpus)
-        return RayAgent(self._ray, offer.name, actor, output, invitation.log_dir)
+        return RayAgent(self._ray, offer.name, actor, output, invitation.log_path(offer.name))
 
     def close(self) -> None:
         if self._ray is None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from lp_pipe.launch.engines.base import StartedAgent
-from lp_pipe.telemetry.file_names import file_name
 from lp_pipe.telemetry.names import signal_name
 
 _KEPT_LINES = 20
@@ -25,13 +24,13 @@ _PATIENCE_S = 2.0
 class RayAgent(StartedAgent):
     """An agent that an actor has started. `output` yields the agent's output lines and last its exit status."""
 
-    def __init__(self, ray: Any, host: str, actor: Any, output: Any, log_dir: str) -> None:
+    def __init__(self, ray: Any, host: str, actor: Any, output: Any, log_path: Path) -> None:
         super().__init__([host])
         self._ray = ray
         self._actor = actor
         self._ended: str | None = None
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._log_path = Path(log_dir) / f"{file_name(host)}.log"
+        self._log_path = log_path
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._reader = threading.Thread(target=self._read, args=(output,), name=f"output of agent {host}", daemon=True)
         self._reader.start()

@@ -81,7 +81,7 @@ class ActorUnavailableError(Exception):
 
 
 def read(tmp_path: Path, *items: Any) -> RayAgent:
-    agent = RayAgent(_Ray(), "h1", None, iter(items), str(tmp_path))
+    agent = RayAgent(_Ray(), "h1", None, iter(items), tmp_path / "h1.log")
     agent.kill()  # waits for the reader
     return agent
 
