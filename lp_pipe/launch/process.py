@@ -45,7 +45,8 @@ from lp_pipe.telemetry.metrics import MetricsLog
 _log = logging.getLogger(__name__)
 
 _STACKS_PATIENCE_S = 3.0
-_SILENT_S = 2.0  # from here on the kernel is asked for the state of a process
+_SILENT_S = 1.0  # from here on the kernel is asked for the state of a process
+_DEAD = ("Z", "X")
 _SHOWN_LINES = 20
 
 
@@ -192,7 +193,10 @@ class ProcessHost(Host):
 
     def _with_state(self, view: View) -> View:
         pid = self._pids.get(view.node)
-        return view if pid is None else view._replace(process_state=state_of(pid))
+        if pid is None or self._template is None:
+            return view
+        state = state_of(pid)
+        return view._replace(process_state=state, template=self._template.pid if state in _DEAD else 0)
 
     def nodes_here(self) -> Mapping[NodeServices, str]:
         return {}

@@ -104,6 +104,11 @@ _STATES_OF_SILENT = {
 
 def silence_text(view: View) -> str:
     """Return for how long a process has not answered, why, and what it was doing when it last answered."""
+    if view.template:
+        return (
+            f"process is dead, and has not answered for {seconds(view.silence_s)}: its parent, the template process "
+            f"{view.template}, has not reported that, so it is stopped (kill -CONT {view.template} lets it go on)"
+        )
     why = _STATES_OF_SILENT.get(
         view.process_state, "it is stopped (SIGSTOP, a debugger), or inside C code that holds Python's lock"
     )

@@ -122,6 +122,10 @@ class Template:
         atexit.register(self._remove_sockets)
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def mark(self) -> dict[str, str]:
         """The environment variable that every process of this run carries."""
         return {MARK: self._mark}

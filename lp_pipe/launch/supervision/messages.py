@@ -56,7 +56,9 @@ class View(NamedTuple):
     positions: where its stage workers are in their schedules, in words.
     node: the process's node_id; "" for the launcher's own process, whose threads may be of many nodes.
     silence_s: how long ago the process reported.
-    process_state: the kernel's letter for the state of a process that does not answer ("T": stopped); "" if not known.
+    process_state: the kernel's letter for the state of a process that does not answer ("T": stopped, "Z": dead); "" if
+        not known.
+    template: of a dead process, the pid of the template process, which has not reported that; 0: of no interest.
     """
 
     activities: list[Activity]
@@ -65,6 +67,7 @@ class View(NamedTuple):
     node: str = ""
     silence_s: float = 0.0
     process_state: str = ""
+    template: int = 0
 
 
 # Of a node's code, about itself or an address, by its id.

@@ -469,6 +469,47 @@ def test_a_frozen_process_is_named_as_one_that_does_not_answer(no_leaks: None, t
         assert call.result(PATIENCE_S) == "done"
 
 
+@pytest.mark.parametrize("mode", ["thread", "multi_host"])
+def test_processes_that_do_not_answer_are_reported_though_no_node_waits_for_them(
+    no_leaks: None, mode: str, tmp_path: Path
+) -> None:
+    def stop_itself() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def compute() -> None:
+        sum(range(10**10))  # in C code, which does not release Python's lock
+
+    program = lp.Program("silent")
+    for label, function in (("stopped", stop_itself), ("busy", compute)):
+        program.add_node(
+            lp.MultiProcessingColocation([lp.PyNode(function)]), label=label
+        )  # a process in thread mode too
+    with launched(program, mode, tmp_path, limit_s=2.0) as run:
+        text = reported(run, "stopped/0.0's process has not answered for", "busy/0.0's process has not answered for")
+        assert ["SIGSTOP" in line for line in text.splitlines() if "stopped/0.0's" in line] == [True]
+        assert ["computes in C code" in line for line in text.splitlines() if "busy/0.0's" in line] == [True]
+        for label in ("stopped", "busy"):
+            until(lambda label=label: "not answering for" in (run.status()[label][0]["waiting"] or ""))  # type: ignore[misc]
+
+
+def test_a_stopped_template_is_named_when_it_does_not_report_a_dead_process(no_leaks: None, tmp_path: Path) -> None:
+    program = lp.Program("killed")
+    program.add_node(lp.CourierNode(Peer), label="stage")
+    with launched(program, "process", tmp_path, limit_s=2.0) as run:
+        run.client("stage").release()
+        pid = run.status()["stage"][0]["pid"]
+        template = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(template, signal.SIGSTOP)
+        try:
+            os.kill(pid, signal.SIGKILL)
+            text = reported(run, "node stage/0's process is dead", f"the template process {template}")
+            assert "stage/0's process has not answered" not in text
+        finally:
+            os.kill(template, signal.SIGCONT)
+        with pytest.raises(lp.NodeError):
+            run.wait(PATIENCE_S)
+
+
 def test_a_process_that_freezes_before_it_has_ever_answered_is_named_too(no_leaks: None, tmp_path: Path) -> None:
     class Frozen:  # local, so that its process need not import this file, which takes a while
         def __init__(self) -> None:
