@@ -14,6 +14,8 @@ from lp_pipe.errors import Unavailable
 from lp_pipe.membership import Membership
 from lp_pipe.telemetry import waits
 
+MISMATCH = "collective operations do not match"  # how the text of a CollectiveMismatch begins
+
 
 class GenerationOver(Unavailable):
     """A member of the group is gone, or a node waits to join it: meet again (`Group.meet`)."""
@@ -133,7 +135,30 @@ def mismatch_text(members: Sequence[str], calls: Mapping[int, tuple[str, str]]) 
     described = [
         f"{', '.join(ranks)} called {call}{f' at {place}' if place else ''}" for (call, place), ranks in by_call.items()
     ]
-    return (
-        f"collective operations do not match: {'; '.join(described)}. "
-        "All ranks must make the same calls in the same order"
-    )
+    return f"{MISMATCH}: {'; '.join(described)}. All ranks must make the same calls in the same order"
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """Return the tensor as it lies in memory, without its gradient."""
+    return (tensor.detach() if tensor.requires_grad else tensor).view(-1)
+
+
+def check_parts(name: str, whole: Tensor, part: Tensor, count: int) -> None:
+    if whole.numel() != count * part.numel() or whole.dtype != part.dtype:
+        raise ValueError(
+            f"{name}: one tensor must have {count} times the elements of the other and the same dtype, got "
+            f"{whole.numel()} of {whole.dtype} and {part.numel()} of {part.dtype}"
+        )
+
+
+def check_root(root: int, count: int) -> None:
+    if not 0 <= root < count:
+        raise ValueError(f"broadcast: root must be a rank below {count}, got {root}")
+
+
+def check_exchanged(output: Tensor, input: Tensor, count: int) -> None:
+    if output.numel() != input.numel() or input.numel() % count:
+        raise ValueError(
+            f"all_to_all: input and output must have {count} equal parts, got {input.numel()} and {output.numel()} "
+            "elements"
+        )

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lp_pipe.channels.hub import ChannelHub
 from lp_pipe.collectives.backend import Backend, GenerationOver
+from lp_pipe.collectives.direct import joined_by_channels
 from lp_pipe.collectives.inproc import InprocBackend
 from lp_pipe.collectives.shm import OwnRankFile, RankFile, ShmBackend, is_shm_backend_supported, opened_rank_file
-from lp_pipe.connections import inproc
+from lp_pipe.connections import inproc, run_endpoints
 from lp_pipe.context import context
 from lp_pipe.membership import Membership
 from lp_pipe.private_torch import pytree
@@ -21,11 +23,16 @@ from lp_pipe.telemetry import waits
 
 
 class Facts(NamedTuple):
-    """What each member tells the others. token: differs at each meeting. file: how to open its RankFile; "": not."""
+    """What each member tells the others.
+
+    token: differs at each meeting. file: how to open its RankFile; "": it has none. hub: where it receives channels;
+        "": nowhere.
+    """
 
     pid: int
     token: str
     file: str
+    hub: str
 
     def to_bytes(self) -> bytes:
         return json.dumps(self).encode()
@@ -36,13 +43,31 @@ class Facts(NamedTuple):
 
 
 class OwnEnd:
-    """What this node has opened, so that the other members can reach it."""
+    """What this node has opened, so that the other members can reach it.
 
-    def __init__(self) -> None:
-        usual = context().services.new_endpoint()
-        is_thread = usual.startswith(inproc.SCHEME)
-        self.file = OwnRankFile() if is_shm_backend_supported and not is_thread else None
-        self.facts = Facts(os.getpid(), uuid.uuid4().hex, self.file.announced.decode() if self.file else "")
+    Where members may be on several hosts, that is a hub, too: which backend fits is known only when all have met.
+    """
+
+    def __init__(self, backend: str) -> None:
+        node = context()
+        endpoint = node.services.new_endpoint()
+        is_thread = endpoint.startswith(inproc.SCHEME)
+        can_share = is_shm_backend_supported and not is_thread
+        needs_hub = backend == "direct" or (
+            backend == "auto" and (endpoint.startswith(run_endpoints.NAME) or not (is_thread or can_share))
+        )
+        self.file = OwnRankFile() if can_share and backend in ("auto", "shm") else None
+        self.hub = ChannelHub(endpoint, node.name) if needs_hub else None
+        self.facts = Facts(
+            os.getpid(),
+            uuid.uuid4().hex,
+            self.file.announced.decode() if self.file else "",
+            run_endpoints.endpoint_to_register(self.hub.endpoint) if self.hub else "",
+        )
+
+    def close(self) -> None:
+        if self.hub is not None:
+            self.hub.close("the group is joined in another way")
 
 
 class Group:
@@ -69,7 +94,7 @@ class Group:
             Unavailable: the program stops.
             ValueError: the backend cannot join these members.
         """
-        node, own = context(), OwnEnd()
+        node, own = context(), OwnEnd(backend)
         with waits.waiting(waits.RESOLVE, waits.Target("", "", f"group {group!r}"), "meet"):
             membership = node.services.meet(group, generation, own.facts.to_bytes()).result()
         found = cls(membership, open_backend(membership, backend, own))
@@ -168,14 +193,26 @@ def open_backend(membership: Membership, name: str, own: OwnEnd) -> Backend:
         GenerationOver: a member is gone.
     """
     members = [Facts.from_bytes(endpoint) for endpoint in membership.endpoints]
-    is_one_process = len({member.pid for member in members}) == 1
-    if name == "inproc" or (name == "auto" and is_one_process):
+    names = ", ".join(membership.members)
+    is_one_host = not any(run_endpoints.is_other_host(member.hub) for member in members)
+    is_one_process = is_one_host and len({member.pid for member in members}) == 1
+    can_share = is_one_host and all(member.file for member in members)
+    if name == "auto":
+        name = "inproc" if is_one_process else "shm" if can_share else "direct"
+    if name == "direct":
+        if own.hub is None:
+            raise ValueError(f"no exact backend joins threads and processes: {names}")
+        return joined_by_channels(membership, own.hub, [member.hub for member in members])
+    own.close()
+    if name == "inproc":
         if not is_one_process:
-            raise ValueError(f"backend 'inproc' joins threads of one process, not {', '.join(membership.members)}")
+            raise ValueError(f"backend 'inproc' joins threads of one process, not {names}")
         return InprocBackend(membership)
-    if name in ("shm", "auto"):
+    if name == "shm":
+        if not can_share:
+            raise ValueError(f"backend 'shm' joins processes of one x86 host with Linux, not {names}")
         return ShmBackend(membership, _rank_files(membership, members, own))
-    raise ValueError(f"backend must be one of auto, inproc, shm, got {name!r}")
+    raise ValueError(f"backend must be one of auto, inproc, shm, direct, got {name!r}")
 
 
 def _rank_files(membership: Membership, members: Sequence[Facts], own: OwnEnd) -> list[RankFile]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lp_pipe.collectives.backend import Backend, Call, reducing
+from lp_pipe.collectives.backend import Backend, Call, check_exchanged, check_parts, check_root, flat_view, reducing
 
 _PIECE_BYTES = 128 << 10  # the operands of one addition stay in the processor's cache
 _LINE = 64  # elements: no two ranks write to one cache line
@@ -63,7 +63,7 @@ class SharedMemoryBackend(Backend):
     def all_reduce(self, tensor: Tensor, op: str = "sum", call: Call | None = None) -> None:
         dtype = tensor.dtype
         reduce, divisor = reducing(op, dtype), self.world_size if op == "mean" else 1
-        flat = _flat(tensor)
+        flat = flat_view(tensor)
         shared, place = self._share(flat)
         call = call or Call("all_reduce", op, dtype, tuple(tensor.shape))
         for parts in self._pieces(self._arrive(call, place), len(flat), dtype):
@@ -81,8 +81,8 @@ class SharedMemoryBackend(Backend):
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str = "sum", call: Call | None = None) -> None:
         dtype, count = input.dtype, output.numel()
         reduce, divisor = reducing(op, dtype), self.world_size if op == "mean" else 1
-        _check_parts("reduce_scatter", input, output, self.world_size)
-        (flat, place), result = self._share(_flat(input)), _flat(output)
+        check_parts("reduce_scatter", input, output, self.world_size)
+        (flat, place), result = self._share(flat_view(input)), flat_view(output)
         call = call or Call("reduce_scatter", op, dtype, tuple(input.shape))
         tensors = self._tensors(self._arrive(call, place), len(flat), dtype)
         start = self.rank * count
@@ -98,18 +98,17 @@ class SharedMemoryBackend(Backend):
         self._arrive(_LEAVE, None)
 
     def all_gather(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
-        _check_parts("all_gather", output, input, self.world_size)
-        flat, place = self._share(_flat(input))
+        check_parts("all_gather", output, input, self.world_size)
+        flat, place = self._share(flat_view(input))
         call = call or Call("all_gather", "", input.dtype, tuple(input.shape))
         tensors = self._tensors(self._arrive(call, place), len(flat), input.dtype)
-        for part, tensor in zip(_flat(output).chunk(self.world_size), tensors, strict=False):
+        for part, tensor in zip(flat_view(output).chunk(self.world_size), tensors, strict=False):
             part.copy_(tensor)
         self._arrive(_LEAVE, None)
 
     def broadcast(self, tensor: Tensor, root: int, call: Call | None = None) -> None:
-        if not 0 <= root < self.world_size:
-            raise ValueError(f"broadcast: root must be a rank below {self.world_size}, got {root}")
-        flat = _flat(tensor)
+        check_root(root, self.world_size)
+        flat = flat_view(tensor)
         shared, shown = self._share(flat) if self.rank == root else (flat, None)
         call = call or Call("broadcast", "", tensor.dtype, tuple(tensor.shape), root)
         of_ranks = self._arrive(call, shown)
@@ -119,16 +118,12 @@ class SharedMemoryBackend(Backend):
         del shared  # its memory must last until all have read it
 
     def all_to_all(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
-        if output.numel() != input.numel() or input.numel() % self.world_size:
-            raise ValueError(
-                f"all_to_all: input and output must have {self.world_size} equal parts, got {input.numel()} and "
-                f"{output.numel()} elements"
-            )
-        flat, place = self._share(_flat(input))
+        check_exchanged(output, input, self.world_size)
+        flat, place = self._share(flat_view(input))
         call = call or Call("all_to_all", "", input.dtype, tuple(input.shape))
         tensors = self._tensors(self._arrive(call, place), len(flat), input.dtype)
         count = len(flat) // self.world_size
-        result, start = _flat(output), self.rank * count
+        result, start = flat_view(output), self.rank * count
         for rank, tensor in enumerate(tensors):
             result[rank * count : (rank + 1) * count].copy_(tensor[start : start + count])
         self._arrive(_LEAVE, None)
@@ -141,20 +136,7 @@ class SharedMemoryBackend(Backend):
         return all(other == value for other in values)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the tensor as it lies in memory, without its gradient."""
-    return (tensor.detach() if tensor.requires_grad else tensor).view(-1)
-
-
 def _cut(tensors: Parts, start: int, end: int, itemsize: int) -> Iterator[Parts]:
     length = _PIECE_BYTES // itemsize
     for at in range(start, end, length):
         yield [tensor[at : min(end, at + length)] for tensor in tensors]
-
-
-def _check_parts(name: str, whole: Tensor, part: Tensor, count: int) -> None:
-    if whole.numel() != count * part.numel() or whole.dtype != part.dtype:
-        raise ValueError(
-            f"{name}: one tensor must have {count} times the elements of the other and the same dtype, got "
-            f"{whole.numel()} of {whole.dtype} and {part.numel()} of {part.dtype}"
-        )

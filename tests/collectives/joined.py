@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from lp_pipe.channels.hub import ChannelHub
 from lp_pipe.collectives.backend import Backend
+from lp_pipe.collectives.direct import joined_by_channels
 from lp_pipe.collectives.inproc import InprocBackend
 from lp_pipe.collectives.shm import OwnRankFile, ShmBackend, opened_rank_file
 from lp_pipe.membership import Membership
 
-EXACT = ("inproc", "shm")
+EXACT = ("inproc", "shm", "direct")
 WITHIN_S = 20.0
 
 
@@ -66,4 +68,16 @@ def _shm(memberships: Sequence[Membership]) -> list[Backend]:
     ]
 
 
-_BACKENDS: dict[str, Callable[[Sequence[Membership]], list[Backend]]] = {"inproc": _inproc, "shm": _shm}
+def _direct(memberships: Sequence[Membership]) -> list[Backend]:
+    hubs = [ChannelHub(f"inproc:{uuid.uuid4().hex}", name) for name in memberships[0].members]
+    return [
+        joined_by_channels(membership, hubs[membership.rank], [hub.endpoint for hub in hubs])
+        for membership in memberships
+    ]
+
+
+_BACKENDS: dict[str, Callable[[Sequence[Membership]], list[Backend]]] = {
+    "inproc": _inproc,
+    "shm": _shm,
+    "direct": _direct,
+}

@@ -23,16 +23,18 @@ def program_of(count: int, function: Any, *args: Any, **options: Any) -> lp.Prog
     return program
 
 
-def reduce_once(folder: Path) -> None:
-    group = Group.meet("ranks")
+def reduce_once(folder: Path, backend: str) -> None:
+    group = Group.meet("ranks", backend=backend)
     total = group.all_reduce({"a": torch.full((3,), float(group.rank)), "b": torch.tensor([group.rank])})
     (folder / str(group.rank)).write_text(f"{total['a'].tolist()} {total['b'].tolist()}")
     group.backend.barrier()
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
-def test_nodes_meet_and_add_up(launched: Any, mode: str, tmp_path: Path) -> None:
-    launched(program_of(2, reduce_once, tmp_path), mode).wait(WITHIN_S)
+@pytest.mark.parametrize(
+    ("mode", "backend"), [("thread", "auto"), ("thread", "direct"), ("process", "auto"), ("process", "direct")]
+)
+def test_nodes_meet_and_add_up(launched: Any, mode: str, backend: str, tmp_path: Path) -> None:
+    launched(program_of(2, reduce_once, tmp_path, backend), mode).wait(WITHIN_S)
     assert [(tmp_path / name).read_text() for name in "01"] == ["[1.0, 1.0, 1.0] [1]"] * 2
 
 

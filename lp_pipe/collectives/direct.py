@@ -1,0 +1,228 @@
+"""Collective operations between any hosts, over a channel from each rank to each other one.
+
+    all_reduce    rank k gets part k of all tensors, adds the parts in rank order, and sends the sum to the others
+
+It moves as many bytes as a ring, 2(n - 1)/n of the tensor to and from each of n ranks, but the order of its additions
+does not depend on the part.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lp_pipe.channels.hub import ChannelHub
+from lp_pipe.channels.sender import Sender, open_sender
+from lp_pipe.collectives.backend import (
+    MISMATCH,
+    Backend,
+    Call,
+    GenerationOver,
+    Reduce,
+    check_exchanged,
+    check_parts,
+    check_root,
+    flat_view,
+    mismatch_text,
+    place_of_call,
+    reducing,
+)
+from lp_pipe.errors import ChannelClosed, CollectiveMismatch, Unavailable
+from lp_pipe.membership import Membership
+
+_CREDITS = 4
+# The news that a rank has ended may be quicker than what it has sent before.
+_GRACE_S = 0.2
+_ALL_TAGS = (1 << 63) - 1
+
+Send = Callable[[int, Any], None]
+Receive = Callable[[int], Any]
+
+
+class DirectBackend(Backend):
+    """A rank with a channel to and from each other one.
+
+    senders, receivers: the `send` and `receive` of its ends, by rank. They take a tag, which is the call's number.
+    end: end(reason, grace_s) ends all channels, whose other ends get the reason, but goes on receiving for grace_s.
+    number: of the last call over these channels.
+    """
+
+    is_exact: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        membership: Membership,
+        senders: Mapping[int, Send],
+        receivers: Mapping[int, Receive],
+        end: Callable[[str, float], None],
+        number: int = 0,
+    ) -> None:
+        super().__init__(membership)
+        self._senders = senders
+        self._receivers = receivers
+        self._end = end
+        self._number = number
+        self._error: type[GenerationOver | CollectiveMismatch] = GenerationOver
+        self._reason = ""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", call: Call | None = None) -> None:
+        reduce, flat = reducing(op, tensor.dtype), flat_view(tensor)
+        parts = [flat[len(flat) * k // self.world_size : len(flat) * (k + 1) // self.world_size] for k in self._ranks]
+        own = self._exchange(call or Call("all_reduce", op, tensor.dtype, tuple(tensor.shape)), parts)
+        total = self._reduced(own, reduce, op)
+        self._send_all([total] * self.world_size)
+        for part, summed in zip(parts, self._receive_all(total), strict=True):
+            part.copy_(summed)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, op: str = "sum", call: Call | None = None) -> None:
+        check_parts("reduce_scatter", input, output, self.world_size)
+        reduce = reducing(op, input.dtype)
+        parts = self._equal_parts(input)
+        own = self._exchange(call or Call("reduce_scatter", op, input.dtype, tuple(input.shape)), parts)
+        flat_view(output).copy_(self._reduced(own, reduce, op))
+
+    def all_gather(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
+        check_parts("all_gather", output, input, self.world_size)
+        call = call or Call("all_gather", "", input.dtype, tuple(input.shape))
+        gathered = self._exchange(call, [flat_view(input)] * self.world_size)
+        self._put(output, gathered)
+
+    def broadcast(self, tensor: Tensor, root: int, call: Call | None = None) -> None:
+        check_root(root, self.world_size)
+        flat = flat_view(tensor)
+        call = call or Call("broadcast", "", tensor.dtype, tuple(tensor.shape), root)
+        sent = flat if self.rank == root else flat[:0]
+        flat.copy_(self._exchange(call, [sent] * self.world_size)[root])
+
+    def all_to_all(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
+        check_exchanged(output, input, self.world_size)
+        call = call or Call("all_to_all", "", input.dtype, tuple(input.shape))
+        self._put(output, self._exchange(call, self._equal_parts(input)))
+
+    def barrier(self, call: Call | None = None) -> None:
+        self._exchange(call or Call("barrier"), [torch.empty(0, device="cpu")] * self.world_size)
+
+    def agree(self, value: int, call: Call | None = None) -> bool:
+        own = torch.tensor([value], dtype=torch.int64, device="cpu")
+        return all(int(other) == value for other in self._exchange(call or Call("agree"), [own] * self.world_size))
+
+    def abort(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        self._end(self._reason, _GRACE_S)
+
+    def close(self) -> None:
+        self._reason = self._reason or f"{self.membership.members[self.rank]} has left the group"
+        self._end(self._reason, 0.0)
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.world_size)
+
+    def _exchange(self, call: Call, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Send each rank its part; return what the ranks have sent to this one, in rank order.
+
+        Raises:
+            GenerationOver, CollectiveMismatch: see Backend.
+        """
+        if self._reason:
+            raise self._error(self._reason)
+        self._number += 1
+        own = str(call), place_of_call()
+        self._send_all([(*own, part) for part in parts])
+        received = self._receive_all((*own, parts[self.rank]))
+        calls = {rank: (text, place) for rank, (text, place, _) in enumerate(received)}
+        if any(text != own[0] for text, _ in calls.values()):
+            self._error = CollectiveMismatch
+            self.abort(mismatch_text(self.membership.members, calls))
+            raise self._error(self._reason)
+        return [part for _, _, part in received]
+
+    def _send_all(self, values: Sequence[Any]) -> None:
+        try:
+            for rank, send in self._senders.items():
+                send(self._number, values[rank])
+        except ChannelClosed as error:
+            raise self._over(error) from error
+
+    def _receive_all(self, own: Any) -> list[Any]:
+        try:
+            return [self._receivers[rank](self._number) if rank != self.rank else own for rank in self._ranks]
+        except ChannelClosed as error:
+            raise self._over(error) from error
+
+    def _over(self, error: ChannelClosed) -> Exception:
+        """Return what a call raises once a channel has ended, for the reason that its other end gave."""
+        reason = self._reason or str(error)
+        if MISMATCH in reason:
+            self._error = CollectiveMismatch
+            reason = reason[reason.index(MISMATCH) :]
+        self.abort(reason)
+        return self._error(self._reason)
+
+    def _reduced(self, parts: Sequence[Tensor], reduce: Reduce, op: str) -> Tensor:
+        total = parts[0].clone()
+        for part in parts[1:]:
+            reduce(total, part, out=total)
+        return total.div_(self.world_size) if op == "mean" else total
+
+    def _equal_parts(self, tensor: Tensor) -> list[Tensor]:
+        count = tensor.numel() // self.world_size
+        return list(flat_view(tensor).split(count)) if count else [flat_view(tensor)] * self.world_size
+
+    def _put(self, output: Tensor, parts: Sequence[Tensor]) -> None:
+        for place, part in zip(self._equal_parts(output), parts, strict=True):
+            place.copy_(part)
+
+
+def joined_by_channels(membership: Membership, hub: ChannelHub, endpoints: Sequence[str]) -> DirectBackend:
+    """Open the channels to all other ranks; they end with the backend.
+
+    hub: of this node, for these channels alone. endpoints: of the hubs of all ranks, in rank order.
+
+    Raises:
+        GenerationOver: a rank is gone.
+        ValueError: the ranks cannot be joined by channels.
+    """
+    names, own = membership.members, membership.rank
+    others = [rank for rank in range(len(names)) if rank != own]
+    receivers = {rank: hub.receiver(_channel(membership, rank, own), _CREDITS) for rank in others}
+    senders: dict[int, Sender] = {}
+    try:
+        for rank in others:
+            name = _channel(membership, own, rank)
+            senders[rank] = open_sender(endpoints[rank], name, name=names[own], peer=names[rank])
+    except Unavailable as error:
+        hub.close(str(error))
+        raise GenerationOver(str(error)) from error
+
+    def end_receiving(reason: str) -> None:
+        for receiver in receivers.values():
+            receiver.abort(_ALL_TAGS, reason)
+        hub.close(reason)
+
+    def end(reason: str, grace_s: float) -> None:
+        for sender in senders.values():
+            sender.abort(_ALL_TAGS, reason)
+            sender.close(reason)
+        if not grace_s:
+            end_receiving(reason)
+            return
+        later = threading.Timer(grace_s, end_receiving, (reason,))
+        later.daemon = True
+        later.start()
+
+    return DirectBackend(
+        membership,
+        {rank: sender.send for rank, sender in senders.items()},
+        {rank: receiver.receive for rank, receiver in receivers.items()},
+        end,
+    )
+
+
+def _channel(membership: Membership, sender: int, receiver: int) -> str:
+    return f"{membership.group}, generation {membership.generation}: rank {sender} to {receiver}"
