@@ -91,7 +91,7 @@ class Crowd:
         handshake.Versions.here = lambda: versions  # type: ignore[method-assign] # once for all, not for each
 
         def join_one(name: str) -> None:
-            connection, _ = agent._connect(TLS, addresses, credentials, 60.0)
+            connection, _ = agent._connect(TLS, addresses, credentials, 60.0, None)
             one = FakeAgent(connection, credentials, name, "192.0.2.1", TLS)
             self._agents.append(one)
             self._threads.append(threading.Thread(target=one.serve))

@@ -58,7 +58,10 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     try:
         interface = address_of_interface(arguments.interface) if arguments.interface else ""
         addresses = with_ssh_client([address for address in arguments.join.split(",") if address])
-        end = run_agent(addresses, credentials, arguments.name, interface, arguments.patience, arguments.transport)
+        parent = os.getppid() if arguments.token_file == "-" else None  # what an engine starts ends with its parent
+        end = run_agent(
+            addresses, credentials, arguments.name, interface, arguments.patience, arguments.transport, parent
+        )
     except (LaunchError, OSError) as error:
         raise NotLaunched(str(error)) from error
     print(f"lp_pipe agent of {arguments.name}: {end.reason}", flush=True)

@@ -52,6 +52,7 @@ _log = logging.getLogger(__name__)
 
 _ALIVE_EVERY_S = 1.0
 _TRY_AGAIN_S = 0.3
+_REFUSED_SHARE = 0.1  # of the patience: the network of a new pod may refuse for a moment
 
 
 class End(NamedTuple):
@@ -68,17 +69,19 @@ def run_agent(
     interface: str = "",
     patience_s: float = 10.0,
     transport: str = "tls",
+    parent: int | None = None,
 ) -> "End":
     """Join the launcher at one of `addresses` ("HOST:PORT"), run nodes for it until the end.
 
     interface: the address by which other hosts reach this one; "": that from which the launcher was reached.
-    transport: see Invitation.
+    transport: see Invitation. parent: the process without which this agent is of no use; None: there is none such.
 
     Raises:
-        LaunchError: no launcher was reached within `patience_s`, or the launcher does not take this agent.
+        LaunchError: no launcher was reached within `patience_s`, or all addresses have refused for a tenth of that, or
+            the parent has ended, or the launcher does not take this agent.
     """
     scheme = tcp_carriers.scheme_of(transport)
-    connection, launcher = _connect(scheme, addresses, credentials, patience_s)
+    connection, launcher = _connect(scheme, addresses, credentials, patience_s, parent)
     address = interface or local_address_towards(launcher.rpartition(":")[0].strip("[]"))
     agent = Agent(connection, credentials, name, address, scheme)
     return agent.serve()
@@ -222,13 +225,15 @@ class Agent:
 
 
 def _connect(
-    scheme: str, addresses: Sequence[str], credentials: Credentials, patience_s: float
+    scheme: str, addresses: Sequence[str], credentials: Credentials, patience_s: float, parent: int | None
 ) -> tuple[Connection, str]:
     """Connect to the first address that answers: this host may not reach all addresses of the launcher's."""
     carrier = tcp_carriers.carrier_of(scheme)
-    deadline = time.monotonic() + patience_s
+    began = not_refused_at = time.monotonic()  # where all addresses refuse, no launcher listens any more
     errors: dict[str, str] = {}
-    while time.monotonic() < deadline:
+    while time.monotonic() < min(began + patience_s, not_refused_at + _REFUSED_SHARE * patience_s):
+        if parent not in (None, os.getppid()):
+            raise LaunchError(f"host {socket.gethostname()}: process {parent}, which has started this agent, has ended")
         for address in addresses:
             try:
                 return carrier.connect(f"{scheme}{address}", LAUNCHER_PATIENCE_S, credentials), address
@@ -236,6 +241,8 @@ def _connect(
                 raise LaunchError(f"host {socket.gethostname()}: {error}") from error
             except Unavailable as error:
                 errors[address] = str(error)
+                if not isinstance(error.__cause__, ConnectionRefusedError):
+                    not_refused_at = time.monotonic()
         time.sleep(_TRY_AGAIN_S)
     raise LaunchError(
         f"host {socket.gethostname()} cannot reach the launcher: " + "; ".join(errors.values()) + "; is there a "
