@@ -58,7 +58,9 @@ def plain_losses(layers: list[nn.Module], batches: list[tuple[Any, Tensor]]) -> 
     return [flat_loss(nn.Sequential(*layers)(x), y).item() for x, y in batches]
 
 
-@pytest.mark.parametrize("microbatches", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("mode", "microbatches"), [*(("thread", count) for count in (2, 3, 4)), ("process", 3)], indirect=["mode"]
+)
 def test_time_first_batches_are_cut_at_samples(mode: str, microbatches: int) -> None:
     torch.manual_seed(0)
     layers = [Recurrent(), nn.Linear(D, 5)]

@@ -31,15 +31,18 @@ def plain_step(modules: list[nn.Module], x: Tensor, y: Tensor, microbatches: int
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("mode", "options"),
     [
-        {"stages": 2},
-        {"stages": 2, "schedule": "zb_h1"},
-        {"stages": 1, "replicas": 2},
-        {"stages": 2, "recompute": "full"},
-        {"stages": 1, "schedule": "interleaved", "chunks": 2},
+        ("thread", {"stages": 2}),
+        ("thread", {"stages": 2, "schedule": "zb_h1"}),
+        ("thread", {"stages": 1, "replicas": 2}),
+        ("thread", {"stages": 2, "recompute": "full"}),
+        ("thread", {"stages": 1, "schedule": "interleaved", "chunks": 2}),
+        ("process", {"stages": 2, "schedule": "zb_h1"}),
+        ("process", {"stages": 1, "replicas": 2}),
     ],
-    ids=lambda options: "-".join(map(str, options.values())),
+    ids=str,
+    indirect=["mode"],
 )
 def test_an_encoder_outside_of_the_pipeline_is_trained_as_in_one_process(mode: str, options: dict[str, Any]) -> None:
     torch.manual_seed(1)

@@ -44,8 +44,19 @@ def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize("options", [{"stages": 2}, {"stages": 1, "replicas": 2}, {"stages": 2, "loss_weight": "one"}])
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("thread", {"stages": 2}),
+        ("thread", {"stages": 1, "replicas": 2}),
+        ("thread", {"stages": 2, "loss_weight": "one"}),
+        ("process", {"stages": 1, "replicas": 2}),
+    ],
+    ids=str,
+    indirect=["mode"],
+)
 def test_each_metric_becomes_one_value_of_the_step_and_of_the_evaluation(mode: str, options: dict[str, Any]) -> None:
+    options = dict(options)
     rule = options.pop("loss_weight", "samples")
     layers = [nn.Linear(8, 8), nn.Linear(8, 5)]
     model = pp.Model(layers, loss, sgd, loss_weight=rule)

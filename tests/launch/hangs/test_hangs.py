@@ -107,11 +107,11 @@ def test_a_handler_that_never_returns_is_reported_with_its_place(
         assert call.result(PATIENCE_S) == "done"
 
 
-def test_servers_that_are_left_alone_are_noted_once(mode: str, tmp_path: Path) -> None:
+def test_servers_that_are_left_alone_are_noted_once(no_leaks: None, tmp_path: Path) -> None:
     program = lp.Program("forgot")
     server = program.add_node(lp.CourierNode(Peer), label="server")
     program.add_node(lp.PyNode(lambda server: server.release(), server), label="client")
-    with launched(program, mode, tmp_path) as run:
+    with launched(program, "thread", tmp_path) as run:
         text = reported(run, "note: client/0 has ended; only servers are left (server/0)")
         time.sleep(5 * LIMIT_S)
         assert reports(run) == text and text.count("only servers") == 1
@@ -173,10 +173,10 @@ def test_a_node_that_does_not_come_up_is_reported_with_where_its_constructor_is(
         assert "in never)" in text
 
 
-def test_the_launcher_that_waits_is_reported_too(mode: str, tmp_path: Path) -> None:
+def test_the_launcher_that_waits_is_reported_too(no_leaks: None, tmp_path: Path) -> None:
     program = lp.Program("launcher")
     program.add_node(lp.CourierNode(Peer), label="server")
-    with launched(program, mode, tmp_path) as run:
+    with launched(program, "thread", tmp_path) as run:
         waiting = threading.Thread(target=run.client("server").block)
         waiting.start()
         reported(run, "the launcher has waited", "for a reply of server/0.block()")
@@ -199,7 +199,7 @@ def test_calls_in_a_circle_of_full_pools_are_named_as_a_deadlock(mode: str, tmp_
         assert text.count("deadlock:") == 1
 
 
-def test_constructors_that_call_each_other_are_a_deadlock(mode: str, tmp_path: Path) -> None:
+def test_constructors_that_call_each_other_are_a_deadlock(no_leaks: None, tmp_path: Path) -> None:
     class Impatient:
         def __init__(self, other: Any) -> None:
             other.hello()
@@ -212,13 +212,13 @@ def test_constructors_that_call_each_other_are_a_deadlock(mode: str, tmp_path: P
     right_handle = program.add_node(right, label="right")
     left.configure(right_handle)
     right.configure(left_handle)
-    with launched(program, mode, tmp_path) as run:
+    with launched(program, "thread", tmp_path) as run:
         text = reported(run, "deadlock:", "Constructors must not call each other")
         assert "left/0 waits for right/0 to come up" in text
         assert "right/0 waits for left/0 to come up" in text
 
 
-def test_a_circle_that_free_threads_can_end_is_not_called_a_deadlock(mode: str, tmp_path: Path) -> None:
+def test_a_circle_that_free_threads_can_end_is_not_called_a_deadlock(no_leaks: None, tmp_path: Path) -> None:
     class Caller(Peer):
         def start(self) -> str:
             return str(self._others[0].ask())  # asks us back: block()
@@ -228,7 +228,7 @@ def test_a_circle_that_free_threads_can_end_is_not_called_a_deadlock(mode: str, 
     caller_handle = program.add_node(caller, label="caller")
     caller.configure(program.add_node(other, label="other"))
     other.configure(caller_handle)
-    with launched(program, mode, tmp_path) as run:
+    with launched(program, "thread", tmp_path) as run:
         call = run.client("caller").futures.start()
         text = reported(run, "cycle of waits (may be a deadlock):", "other/0 waits for caller/0.block() since")
         assert "caller/0 waits for other/0.ask() since" in text
@@ -239,13 +239,13 @@ def test_a_circle_that_free_threads_can_end_is_not_called_a_deadlock(mode: str, 
         reported(run, "no longer waits for a reply of caller/0.block()")
 
 
-def test_a_circle_with_a_deadline_in_it_is_not_called_a_deadlock(mode: str, tmp_path: Path) -> None:
-    with launched(ring(2, threads=1, call_timeout=1000.0), mode, tmp_path) as run:
+def test_a_circle_with_a_deadline_in_it_is_not_called_a_deadlock(no_leaks: None, tmp_path: Path) -> None:
+    with launched(ring(2, threads=1, call_timeout=1000.0), "thread", tmp_path) as run:
         run.client("ring").futures.call_next()
         assert "deadlock: " not in reported(run, "cycle of waits (may be a deadlock):")
 
 
-def test_a_coroutine_that_waits_is_reported(mode: str, tmp_path: Path) -> None:
+def test_a_coroutine_that_waits_is_reported(no_leaks: None, tmp_path: Path) -> None:
     class Async(Peer):
         async def ask_async(self) -> str:
             return str(await self._others[0].aio.block())
@@ -253,7 +253,7 @@ def test_a_coroutine_that_waits_is_reported(mode: str, tmp_path: Path) -> None:
     program = lp.Program("async")
     server = program.add_node(lp.CourierNode(Peer), label="server")
     program.add_node(lp.CourierNode(Async, server), label="actor")
-    with launched(program, mode, tmp_path) as run:
+    with launched(program, "thread", tmp_path) as run:
         call = run.client("actor").futures.ask_async()
         reported(run, "node actor/0 has waited", "server/0 runs its handler block()")
         run.client("server").release()
@@ -261,11 +261,11 @@ def test_a_coroutine_that_waits_is_reported(mode: str, tmp_path: Path) -> None:
         reported(run, "node actor/0 no longer waits")
 
 
-def test_waits_below_the_limit_are_not_reported(mode: str, tmp_path: Path) -> None:
+def test_waits_below_the_limit_are_not_reported(no_leaks: None, tmp_path: Path) -> None:
     program = lp.Program("short")
     server = program.add_node(lp.CourierNode(Peer), label="server")
     program.add_node(lp.CourierNode(Peer, server), label="actor")
-    with launched(program, mode, tmp_path, limit_s=30.0) as run:
+    with launched(program, "thread", tmp_path, limit_s=30.0) as run:
         call = run.client("actor").futures.ask()
         time.sleep(0.5)
         run.client("server").release()
@@ -337,7 +337,7 @@ def test_a_receiver_whose_sender_is_silent_is_reported_with_the_channel(mode: st
         assert "node sink/0 has waited" in text
 
 
-def test_a_sender_without_credits_is_reported_with_the_channel(mode: str, tmp_path: Path) -> None:
+def test_a_sender_without_credits_is_reported_with_the_channel(no_leaks: None, tmp_path: Path) -> None:
     class Source:
         def __init__(self, folder: str) -> None:
             hub = ChannelHub(f"unix:{folder}/hub", "sink/0")
@@ -353,7 +353,7 @@ def test_a_sender_without_credits_is_reported_with_the_channel(mode: str, tmp_pa
     program = lp.Program("credits")
     program.add_node(lp.PyClassNode(Source, os.environ["TMPDIR"]), label="source")
     program.add_node(lp.PyNode(lp.wait_for_stop), label="sink")
-    with launched(program, mode, tmp_path) as run:
+    with launched(program, "thread", tmp_path) as run:
         text = reported(run, "node source/0 has waited")
         assert "for sink/0 to take a message, on channel 'activations' to sink/0, operation 2 (at " in text
 

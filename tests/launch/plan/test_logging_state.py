@@ -1,16 +1,19 @@
 """lp_pipe/launch/plan/logging_state.py"""
 
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 WITHIN_S = 60
 
-# The same lines are logged in the process that was set up and in one that has got its state.
-PAIR = """
-import logging, logging.config, logging.handlers, os, pickle, sys, warnings
+# Stdin has triples of a folder, code that sets logging up, and code of a node. For each, two processes are forked: one
+# sets logging up, and the other gets its state. Both log the same lines, into files in the folder.
+PAIRS = """
+import json, logging, logging.config, logging.handlers, os, pickle, sys, warnings
 from lp_pipe.launch.plan import logging_state
 from lp_pipe.rpc import codec
 
@@ -29,16 +32,28 @@ def log():
     warnings.warn("4 a caution")
     logging.warning("5 root")
 
-if sys.argv[1] == "set up":
-    root = logging.getLogger()
-    {set_up}
-    with open("state", "wb") as file:
-        file.write(codec.dumps(logging_state.capture()))
-else:
-    with open("state", "rb") as file:
-        logging_state.restore(codec.loads(file.read()))
-    {in_node}
-log()
+def run(part, set_up, in_node):
+    if part == "set up":
+        exec(set_up, {**globals(), "root": logging.getLogger()})
+        with open("state", "wb") as file:
+            file.write(codec.dumps(logging_state.capture()))
+    else:
+        with open("state", "rb") as file:
+            logging_state.restore(codec.loads(file.read()))
+        exec(in_node, dict(globals()))
+    log()
+
+for folder, set_up, in_node in json.load(sys.stdin):
+    os.chdir(folder)
+    for part in ("set up", "arrive"):
+        child = os.fork()
+        if child == 0:
+            for descriptor, stream in ((1, "out"), (2, "err")):
+                os.dup2(os.open(f"{part}.{stream}", os.O_WRONLY | os.O_CREAT), descriptor)
+            run(part, set_up, in_node)
+            sys.exit()
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"{set_up!r} failed in {folder}: " + open(f"{part}.err").read())
 """
 DICT_CONFIG = {
     "version": 1,
@@ -65,21 +80,34 @@ SETUPS = {
 }
 
 
+def log_pairs(pairs: Sequence[tuple[Path, str, str]]) -> None:
+    """Write what is logged with each setup, in both processes, into the folder that stands before it."""
+    given = json.dumps([(str(folder), set_up, in_node) for folder, set_up, in_node in pairs])
+    subprocess.run([sys.executable, "-c", PAIRS], input=given, text=True, timeout=WITHIN_S, check=True)
+
+
+def read_pair(folder: Path) -> list[str]:
+    """Return what was logged where logging was set up, and in a process that has got its state."""
+    return [
+        "--\n".join((folder / f"{part}.{stream}").read_text() for stream in ("out", "err"))
+        for part in ("set up", "arrive")
+    ]
+
+
 def logged(folder: Path, set_up: str, in_node: str = "pass") -> list[str]:
-    """What is logged where logging was set up, and in a process that has its state."""
-    (folder / "pair.py").write_text(PAIR.replace("{set_up}", set_up).replace("{in_node}", in_node))
-    found = []
-    for part in ("set up", "arrive"):
-        command = [sys.executable, "pair.py", part]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=WITHIN_S, check=True)
-        found.append(done.stdout + "--\n" + done.stderr)
-    return found
+    log_pairs([(folder, set_up, in_node)])
+    return read_pair(folder)
 
 
-@pytest.mark.parametrize("name", SETUPS)
-def test_a_process_that_gets_the_state_logs_the_same_lines(name: str, tmp_path: Path) -> None:
-    here, there = logged(tmp_path, SETUPS[name])
-    assert here == there
+def test_a_process_that_gets_the_state_logs_the_same_lines(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in SETUPS}
+    for folder in folders.values():
+        folder.mkdir()
+    log_pairs([(folder, SETUPS[name], "pass") for name, folder in folders.items()])
+    for name, folder in folders.items():
+        here, there = read_pair(folder)
+        assert here == there, name
+        assert here != "--\n" or name == "disable", f"{name}: nothing was logged"
 
 
 def test_a_log_file_is_continued_by_both(tmp_path: Path) -> None:

@@ -94,6 +94,9 @@ def test_a_stop_lets_the_node_go_on(tmp_path: Path) -> None:
 
 def test_a_node_in_a_debugger_is_no_hang_and_one_terminal_has_it(tmp_path: Path) -> None:
     class Server:
+        def __init__(self) -> None:
+            import pdb  # noqa: F401  # takes a while on a busy machine, and until then `ask` makes no progress
+
         def ask(self) -> int:
             breakpoint()
             return 1
@@ -106,7 +109,7 @@ def test_a_node_in_a_debugger_is_no_hang_and_one_terminal_has_it(tmp_path: Path)
     with program.group("server", on_hang="stop"):
         server = program.add_node(lp.CourierNode(Server))
     program.add_node(lp.PyNode(client, server), label="client")
-    run = lp.launch(program, "process", run_dir=tmp_path, hang_after=0.5)
+    run = lp.launch(program, "process", run_dir=tmp_path, hang_after=2.0)
     until(lambda: "in a debugger" in (run.status()["server"][0]["waiting"] or ""), WITHIN_S)
     log = tmp_path / "hangs.log"
     until(lambda: log.exists() and "server/0 stands in a debugger" in log.read_text(), WITHIN_S)
