@@ -98,7 +98,7 @@ def _own_logging() -> Iterator[None]:
 
 @pytest.fixture
 def socket_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where this test's programs put their socket directories: short (a socket's path has 107 bytes), and its own."""
+    """Give this test's programs a short folder for sockets, whose paths have at most 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -108,7 +108,7 @@ def socket_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def run_credentials() -> Iterator[credentials.Credentials]:
-    """This process can listen and connect over TCP, with credentials of its own."""
+    """Let this process listen and connect over TCP, with credentials of its own."""
     generated = credentials.generate_credentials()
     credentials.use_credentials(generated)
     yield generated
@@ -123,7 +123,7 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_leaks(without_torch: None) -> Iterator[None]:
-    """After the test: nothing is there that was not there before."""
+    """Assert after the test that nothing is left which was not there before."""
     with assert_no_leaks():
         yield
 

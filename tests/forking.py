@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 def holds_in_a_fork(check: Callable[[], bool]) -> bool:
-    """Whether it is so in a process that is forked now, which ends then."""
+    """Return whether `check` holds in a process that is forked now, and then ends."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0) == (child, 0)

@@ -1,4 +1,4 @@
-"""Wait for what no event tells: ask again and again."""
+"""Polling for conditions that no event announces."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def until(condition: Callable[[], T], within_s: float = 30.0) -> T:
-    """What it gives, once that counts as true. The default is for what comes at some time, or the test fails."""
+    """Return the condition's first true value. The default fails the test only if it never comes."""
     deadline = time.monotonic() + within_s
     while not (found := condition()):
         assert time.monotonic() < deadline, "it did not happen"

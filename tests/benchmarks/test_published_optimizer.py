@@ -1,4 +1,4 @@
-"""What PipeDream's optimizer prints and writes is read: a script in its place, of the same name, writes that format.
+"""Read what PipeDream's optimizer prints and writes: a script of the same name stands for it and writes that format.
 
 How the real one searches is no test's business; docs/partitioning.md says how to run it.
 """

@@ -1,4 +1,4 @@
-"""One channel in one process, and threads that wait for it."""
+"""A channel whose two ends are in one process, and threads that wait for it."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""Whatever is made of containers, tensors and other leaves arrives as it was sent, over every kind of channel."""
+"""Any value of containers, tensors and other leaves arrives as it was sent, over every kind of channel."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""One thread reads for all channels of a process, and sleeps while there is nothing to read."""
+"""The background reader: one thread reads all channels of a process, and sleeps while there is nothing to read."""
 
 import os
 import queue
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not kernel_calls.has_epoll(), reason="no epoll o
 
 
 class Counted(dict[int, Any]):
-    """What the background reader looks up when it wakes."""
+    """A registry of connections that counts the background reader's look-ups when it wakes."""
 
     looks = 0
 
@@ -28,7 +28,7 @@ class Counted(dict[int, Any]):
 def watched_server(
     open_carrier: OpenCarrier,
 ) -> tuple[End, End, background_reader.WatchedConnection, "queue.Queue[None]"]:
-    """Both ends of a carrier, of which the background reader reads the server's; with a queue of its reads."""
+    """Yield both ends of a carrier, and a queue of the background reader's reads at the server's end."""
     client, server = open_carrier("tls").pair()
     client.start()
     assert isinstance(server.connection, PulledConnection)

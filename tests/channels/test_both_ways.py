@@ -20,7 +20,7 @@ def exchange(sender: Sender, receiver: Receiver, own: list[Any], begin: threadin
 
 
 def both_exchange(edge: Edge, firsts: list[Any], seconds: list[Any]) -> tuple[list[Any], list[Any]]:
-    """What each of two ends has received when both have sent before they receive: the second's, the first's."""
+    """Return what the second and the first end have received after both have sent before they received."""
     there, back = (edge.hub.receiver(name, credits=COUNT) for name in ("there", "back"))
     to_there, to_back = (open_sender(edge.hub.endpoint, name, kind=edge.kind) for name in ("there", "back"))
     begin = threading.Barrier(2)
@@ -37,7 +37,7 @@ def test_both_ends_send_large_values_at_once(edge: Edge) -> None:
 
 
 def test_both_ends_send_large_values_that_are_no_tensors_at_once(edge: Edge) -> None:
-    """With shared memory they were sent by the stage itself, which waited for the other one to read, for ever."""
+    """Regression: with shared memory each stage sent by itself, and waited for the other one to read, for ever."""
     firsts, seconds = ([(torch.ones(2), f"{own}{i}" * NUMBERS) for i in range(COUNT)] for own in "ab")
     for got, sent in zip(both_exchange(edge, firsts, seconds), (seconds, firsts), strict=True):
         assert [text for _, text in got] == [text for _, text in sent]

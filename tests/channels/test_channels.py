@@ -1,4 +1,4 @@
-"""What every channel keeps to, whichever way its tensors travel: order, credits, the choice of the way."""
+"""The contract of every channel, whichever way its tensors travel: order, credits, the choice of the way."""
 
 import contextlib
 import subprocess
@@ -68,7 +68,7 @@ def test_channels_of_a_hub_do_not_wait_for_each_other(edge: Edge) -> None:
 
 
 def test_a_receiver_may_only_look(edge: Edge) -> None:
-    """Where it reads the connection itself it read nothing when it was to wait for no time at all."""
+    """Regression: a receiver that reads the connection itself read nothing with a timeout of 0."""
     receiver, sender = edge.receiver(), edge.sender()
 
     def value() -> object:

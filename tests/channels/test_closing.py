@@ -1,4 +1,4 @@
-"""Either end closes: who notices, with which reason."""
+"""Closing at either end: the other end notices, and gets the reason."""
 
 import pytest
 import torch

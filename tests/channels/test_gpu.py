@@ -1,4 +1,4 @@
-"""How the host waits for a GPU's stream, whose events are stand-ins here."""
+"""Waiting for a GPU's stream on the host; the stream's events are stand-ins here."""
 
 from collections.abc import Callable
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Which channels GPUs get, and what is said where they cannot have them. Needs no GPU; see tests/gpu for what does."""
+"""The channels that GPUs get, and the error where there can be none. No GPU is needed; tests/gpu has what needs one."""
 
 import os
 import threading

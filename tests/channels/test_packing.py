@@ -16,7 +16,7 @@ def message(*, fill: float = 0.0) -> tuple[Any, ...]:
 
 
 def assert_packs_the_same(packer: Packer, value: Any) -> packing.Layout:
-    """As packing.pack, which looks at one value alone."""
+    """Assert that it packs as packing.pack does, which looks at one value alone."""
     layout, tensors = packer.pack(value)
     expected_layout, expected_tensors = packing.pack(value)
     assert layout == expected_layout

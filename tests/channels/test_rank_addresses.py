@@ -1,4 +1,4 @@
-"""Where the ranks of a channel listen."""
+"""The addresses at which the ranks of a channel listen."""
 
 from concurrent.futures import Future
 
@@ -13,7 +13,7 @@ FAR = "hosts:run|other host|unix:/nowhere|grpcs:127.0.0.1:7000"
 
 @pytest.fixture
 def member(monkeypatch: pytest.MonkeyPatch) -> run_endpoints.RunMember:
-    """This process, on a host that others reach as `::2`."""
+    """Make this process one of a host that others reach as `::2`."""
     found = run_endpoints.RunMember(
         "run", "this host", generate_credentials(), lambda address: Future(), "/nowhere", "tls:[::2]"
     )

@@ -1,4 +1,4 @@
-"""How gloo's two ranks of a channel find each other, and what is said when they do not."""
+"""Gloo's two ranks of a channel: how they find each other, and the error when they do not."""
 
 import contextlib
 import pickle
@@ -87,7 +87,7 @@ def test_an_address_that_is_not_this_hosts_is_named(pair: Ends) -> None:
 def test_who_cannot_reach_each_other_are_both_named_at_the_deadline(
     pair: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As behind a firewall that lets gRPC's port through only."""
+    """Stand behind a firewall that lets only gRPC's port through."""
     monkeypatch.setattr(rank_transport, "CONNECT_PATIENCE_S", 0.5)
 
     def to_nowhere(note: bytes) -> bytes:

@@ -16,7 +16,7 @@ from tests.channels.edges import PATIENCE_S, in_thread, is_blocked
 
 
 class Looked(UnixConnection):
-    """Counts how often somebody looked instead of sleeping."""
+    """A condition that counts how often a thread looked instead of sleeping."""
 
     looks = 0
 

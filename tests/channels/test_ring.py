@@ -62,7 +62,7 @@ def inode_of(segment: Segment) -> int:
 
 
 def mappings_of(inode: int) -> int:
-    """How often this process has the segment mapped: once by the sender, once by the receiver."""
+    """Return how often this process maps the segment: once for the sender and once for the receiver."""
     lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
     return sum(line.split()[4] == str(inode) for line in lines)
 
@@ -120,7 +120,7 @@ def test_nothing_is_mapped_after_closing() -> None:
 
 @pytest.mark.parametrize("who", ["sender", "receiver"])
 def test_nothing_of_a_closed_channel_stays_mapped_while_its_hub_makes_others(edge: Edge, who: str) -> None:
-    """Each restart of a stage left its neighbours with one more mapping, and descriptor, of each channel to it."""
+    """Regression: each restart of a stage left its neighbours one more mapping and descriptor a channel."""
     inodes = []
     for number in range(3):
         receiver = edge.hub.receiver(f"epoch {number}")

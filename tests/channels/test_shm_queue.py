@@ -1,4 +1,4 @@
-"""Two ends that share numbers: what is counted is there, who sleeps is woken, and who is not is left alone."""
+"""A queue in shared memory: counted messages are there, a sleeping end is woken, and an awake one is left alone."""
 
 import mmap
 import random
@@ -37,7 +37,7 @@ def hub() -> Iterator[ChannelHub]:
 
 
 def ends(hub: ChannelHub, credits: int) -> tuple[Sender, Receiver]:
-    """With one message behind them, so that layout and memory are known."""
+    """Yield both ends with one message behind them, so that layout and memory are known."""
     receiver = hub.receiver("activations", credits)
     sender = open_sender(hub.endpoint, "activations", kind="shm", peer="stages/1")
     sender.send(0, torch.zeros(1))
@@ -119,7 +119,7 @@ def test_a_receiver_that_has_ended_is_noticed_with_credits_left(hub: ChannelHub)
 
 
 def test_a_receiver_that_was_killed_a_moment_ago_is_noticed(hub: ChannelHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had taken all it got, which once was enough for the next value to be sent to nobody, however much later."""
+    """Regression: after a receiver had taken everything and died, the next value was sent to no process."""
     sender, receiver = ends(hub, credits=4)
     assert receiver._connection is not None
     sender.send(0, torch.zeros(1))
@@ -132,7 +132,7 @@ def test_a_receiver_that_was_killed_a_moment_ago_is_noticed(hub: ChannelHub, mon
 
 @pytest.mark.parametrize("credits", [1, 3])
 def test_no_wake_up_is_lost(hub: ChannelHub, credits: int) -> None:
-    """Both ends sleep, look and hurry in turn."""
+    """Let both ends sleep, look and hurry in turn."""
     sender, receiver = ends(hub, credits)
     moments = random.Random(credits)
 

@@ -1,4 +1,4 @@
-"""No more descriptors, memory or threads: both ends hear which, at once, and nobody waits for ever."""
+"""A shortage of descriptors, memory or threads: both ends learn at once which it is, and neither waits for ever."""
 
 import contextlib
 import errno
@@ -86,7 +86,7 @@ def test_a_receiver_without_descriptors_tells_the_sender_that_waits_for_it(
 def test_a_sender_without_memory_says_so_in_that_send_and_the_next_one_goes(
     edge: Edge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It closed the channel, and did not say which it was."""
+    """Regression: the sender closed the channel, and did not name the shortage."""
     sender, receiver = edge.sender(), edge.receiver(credits=2)
     sender.send(0, torch.ones(3))
     receiver.receive(0, PATIENCE_S)
@@ -119,7 +119,7 @@ def test_a_receiver_without_memory_tells_both_ends(edge: Edge, monkeypatch: pyte
 
 
 def test_gloo_is_not_begun_with_few_descriptors_left() -> None:
-    """Its thread ends the process where it finds none for who connects."""
+    """Gloo's thread would end the process when it finds no descriptor for a peer that connects."""
     sending, receiving = GlooSender(), GlooReceiver()
     with descriptors_left(20):
         sending.begin(receiving.on_note)
@@ -132,14 +132,14 @@ def test_gloo_is_not_begun_with_few_descriptors_left() -> None:
 
 
 def test_grpc_is_not_begun_with_few_descriptors_left(run_credentials: Credentials) -> None:
-    """It ends the process where it finds none for its first channel."""
+    """gRPC would end the process when it finds no descriptor for its first channel."""
     where = tcp_endpoint.parse("grpc:127.0.0.1:1")
     with descriptors_left(10), pytest.raises(OSError, match="Too many open files"):
         grpc_channels.open_channel(where, run_credentials)
 
 
 def test_a_receiver_that_finds_no_thread_for_its_timer_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waited for a message, whose sender had been killed while it came, would have waited on."""
+    """Regression: a receiver whose sender was killed in the middle of a message waited for ever."""
     has_ended = threading.Event()
 
     class Never:
@@ -166,7 +166,7 @@ def test_a_receiver_that_finds_no_thread_for_its_timer_has_none(monkeypatch: pyt
 def test_who_is_not_taken_in_is_told_why_however_late_its_thread_reads_that(
     directory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was "Broken pipe" where the thread that reads came later than the send."""
+    """Regression: the error was "Broken pipe" where the reading thread came later than the send."""
     is_refused, has_failed = threading.Event(), threading.Event()
     send, read = UnixConnection.send, UnixConnection._read_to_end
 

@@ -1,4 +1,4 @@
-"""A peer that is killed: who notices, how soon, and what is left."""
+"""A peer that is killed: the other process notices it soon, and nothing is left."""
 
 import base64
 import re
@@ -156,7 +156,7 @@ class Peer:
 
 
 def wait_for_the_next(receiver: Receiver) -> None:
-    """Until it is here: a sender that is killed takes along what it is still sending."""
+    """Wait until the message is here: a killed sender takes along what it is still sending."""
     with receiver._state:
         assert receiver._reading.wait_for(receiver._has_arrived, PATIENCE_S)
 
@@ -204,7 +204,7 @@ def test_a_sender_that_is_killed_in_the_middle_of_a_message_ends_its_receive(end
 
 @pytest.mark.parametrize("kind", ["gloo"], indirect=True)
 def test_the_end_of_a_sender_is_noticed_while_a_value_that_nobody_wants_is_on_its_way(endpoint: str) -> None:
-    """The thread that reads the connection waited for the bytes, for half an hour, and nobody heard of the end."""
+    """Regression: the reading thread waited half an hour for the rest of the value before it noticed the end."""
     hub = ChannelHub(endpoint, "stages/1")
     receiver = hub.receiver("activations")
     with Peer(CUT_OFF, hub.endpoint) as peer:

@@ -1,4 +1,4 @@
-"""What may travel through a channel, and how it arrives."""
+"""The values that may travel through a channel, and how they arrive."""
 
 import collections
 import threading
@@ -211,7 +211,7 @@ pytree.register_pytree_node(
 
 
 def test_what_containers_keep_beside_their_leaves_is_nobody_elses(edge: Edge) -> None:
-    """It was sent once, and then the same object for all values: changes in place did not travel, or did so twice."""
+    """Regression: it was sent once, and all values shared that object, so changes in place were lost or came twice."""
     receiver, sender = edge.receiver(), edge.sender()
     note = {"count": 0}
     for count in range(3):
@@ -240,7 +240,7 @@ def test_equal_keys_keep_their_types(edge: Edge, key: Any) -> None:
 
 @pytest.mark.skipif(not hasattr(torch, "uint4"), reason="a torch without it")
 def test_what_torch_cannot_copy_is_refused_and_the_channel_goes_on(edge: Edge) -> None:
-    """It broke the channel, and with it the pipeline, in the middle of a copy."""
+    """Regression: such a value broke the channel in the middle of a copy, and with it the pipeline."""
     receiver, sender = edge.receiver(credits=1), edge.sender()
     data = torch.arange(4, dtype=torch.uint8)
     for value in (data.view(torch.uint4), {"a": [data.view(torch.uint4)]}):

@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def why_not() -> str:
-    """Why there can be no such disks here; empty when there can."""
+    """Return why there can be no such disks here, or an empty string."""
     try:
         with_own_mounts(lambda: None)
     except OSError as error:
@@ -41,7 +41,7 @@ def why_no_image() -> str:
 
 
 def with_own_mounts(body: Callable[[], T]) -> T:
-    """Run it in a thread whose mounts nobody else sees.
+    """Run it in a thread whose mounts are invisible to all other processes.
 
     Raises:
         OSError: not permitted (it takes root).
@@ -72,12 +72,12 @@ def mount_small(folder: Path, size: str = "512k") -> None:
 
 
 def make_read_only(folder: Path) -> None:
-    """What `mount_small` mounted."""
+    """Make the disk read-only that `mount_small` mounted."""
     _mount("tmpfs", folder, "tmpfs", _MS_REMOUNT | _MS_RDONLY)
 
 
 def mount_image(folder: Path, below: Path, room: str = "32m") -> None:
-    """An ext4 whose blocks are in a file in `below`; `room` may be more than there is.
+    """Mount an ext4 whose blocks are in a file in `below`; `room` may be more than there is.
 
     Such a disk takes what is written to it, and fails when it is to be flushed.
     """
@@ -94,7 +94,7 @@ def unmount(folder: Path) -> None:
 
 
 def break_down(folder: Path) -> None:
-    """From now on every access to this ext4 is an Input/output error, as after the loss of its disk."""
+    """Make every later access to this ext4 an Input/output error, as after the loss of its disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.ioctl(descriptor, _EXT4_IOC_SHUTDOWN, struct.pack("I", _NO_LOG_FLUSH))

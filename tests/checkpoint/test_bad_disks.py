@@ -84,7 +84,7 @@ def test_a_pipeline_that_saves_by_itself_says_where_it_could_not(tmp_path: Path)
 def test_training_goes_on_beside_a_full_disk_if_told_so_and_saves_when_there_is_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The stages write by themselves; their errors come to who saves."""
+    """Stages write by themselves, and the node that saves gets their errors."""
 
     def body() -> None:
         disks.mount_small(tmp_path / "disk", "256k")

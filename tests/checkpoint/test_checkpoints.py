@@ -251,7 +251,7 @@ def test_a_checkpoint_that_is_replaced_is_there_whenever_the_process_is_killed(
 
 
 class Deleting(Slow):
-    """Such as a second program that saves to the same folder, and clears up what it finds there."""
+    """A second program that saves to the same folder, and clears up what it finds there."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class Deleting(Slow):
 def test_what_was_deleted_while_it_was_written_is_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """It counted as whole with the files that were left, `verify` found it good, and older ones were deleted."""
+    """Regression: the remaining files counted as a whole checkpoint, and older ones were deleted for it."""
     monkeypatch.setattr(host_visibility, "_APPEARS_WITHIN_S", 0.0)
     parts = {"counter": Counter(1), "part": Slow()}
     parts["part"].may_write.set()

@@ -28,7 +28,7 @@ class Counter:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two stages with an optimizer, and a node."""
+    """Save a checkpoint of two stages with an optimizer, and of a node."""
     model = pp.Model(
         [pp.Layer(torch.nn.Linear, 6, 4), pp.Layer(torch.nn.Linear, 4, 2)],
         torch.nn.functional.mse_loss,
@@ -53,7 +53,7 @@ def files_of(checkpoint: Path) -> list[Path]:
 
 @pytest.fixture
 def restoring(checkpoint: Path) -> Iterator[None]:
-    """What a test has damaged is as it was after it."""
+    """Restore after the test what it has damaged."""
     before = {path: path.read_bytes() for path in files_of(checkpoint)}
     yield
     for path, data in before.items():
@@ -62,7 +62,7 @@ def restoring(checkpoint: Path) -> Iterator[None]:
 
 
 def damage(checkpoint: Path) -> list[str]:
-    """As restoring and verifying find it."""
+    """Return the damage as restoring and verifying find it."""
     try:
         return open_checkpoint(checkpoint).damage()
     except CheckpointError as error:
@@ -88,7 +88,7 @@ def test_every_file_that_is_torn_anywhere_is_found(checkpoint: Path) -> None:
 
 @pytest.mark.usefixtures("restoring")
 def test_flipped_bits_in_every_file_are_found(checkpoint: Path) -> None:
-    """All bits of small files, and some of each kind in large ones: a checksum does not care where they are."""
+    """Flip all bits of small files, and some of each kind in large ones: a checksum does not depend on their places."""
     for path in files_of(checkpoint):
         data = path.read_bytes()
         for bit in range(0, 8 * len(data), max(1, 8 * len(data) // 400) | 1):

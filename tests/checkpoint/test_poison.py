@@ -29,7 +29,7 @@ class Result(NamedTuple):
 
 
 class Pipeline:
-    """Its state is the list of steps whose updates it has. failures: by step, what each try raises until they are out.
+    """A pipeline whose state is the list of steps whose updates it has. failures: what each try of a step raises.
 
     steps_ahead: so many steps before a bad one nothing comes any more, unless they are asked for alone.
     """
@@ -121,7 +121,7 @@ def test_a_later_failure_does_not_try_it_again(tmp_path: Path) -> None:
 
 
 def trained_with_lost_checkpoints(pipeline: Pipeline, folder: Path) -> list[Path]:
-    """As if the one behind the step that is left out were damaged."""
+    """Train as if the checkpoint behind the step that is left out were damaged."""
     for result in Checkpoints({"pipeline": pipeline}, folder).steps(pipeline, 8, save_every=3, on_poison="skip"):
         if result.step == 5:
             (folder / "step-00000005" / "pipeline.state").write_bytes(b"")
@@ -167,7 +167,7 @@ def test_where_steps_run_ahead_the_bad_one_is_found_by_trying_them_alone(tmp_pat
 
 def test_a_checkpoint_that_waits_for_the_bad_step_counts_as_a_try(tmp_path: Path) -> None:
     class DiesBehind(Pipeline):
-        """Of step 3, which runs already when somebody wants to know what comes after step 2."""
+        """A pipeline that dies of step 3, which runs already when the caller asks for the step after 2."""
 
         until = 0
 

@@ -1,4 +1,4 @@
-"""Nodes that take part in checkpoints and have lost their state: nobody gets an answer, and nothing is saved."""
+"""Nodes of a checkpoint that have lost their state: no caller gets an answer, and nothing is saved."""
 
 import threading
 from collections.abc import Iterator

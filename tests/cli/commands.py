@@ -45,7 +45,7 @@ Start = Callable[..., Started]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process is there, zombies not counted."""
+    """Return whether the process is there; a zombie is not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

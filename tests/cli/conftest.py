@@ -42,7 +42,7 @@ def command_server() -> "Iterator[subprocess.Popen[str]]":
 def brief_command(
     command_server: "subprocess.Popen[str]", folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Command:
-    """As `command`, without the time that imports take: for what starts no node, such as wrong usage or `status`."""
+    """Run a command without the time that imports take: for commands that start no node, such as `status`."""
     outputs = tmp_path_factory.mktemp("outputs")
     numbers = itertools.count()
 

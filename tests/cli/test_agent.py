@@ -1,4 +1,4 @@
-"""Which files an agent takes the run's secret from, and what it says of those that it does not."""
+"""The files from which an agent takes the run's secret, and its errors about the others."""
 
 import os
 import stat
@@ -82,7 +82,7 @@ for path in sys.argv[1:]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """One that other users may enter."""
+    """Return a folder that other users may enter."""
     with tempfile.TemporaryDirectory(prefix="lp-secret-", dir="/tmp") as made:
         os.chmod(made, 0o755)
         yield Path(made)

@@ -97,7 +97,7 @@ def test_a_run_that_died_is_resumed_in_its_folder_and_ends_with_the_same_bits(
 
 
 def test_a_run_whose_folder_was_moved_is_resumed_where_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It began again at step 0, in a new folder at the old place."""
+    """Regression: the run began again at step 0, in a new folder at the old place."""
     (folder / "train.py").write_text(TRAIN)
     assert main(["launch", "train.py", "--mode=thread", "--run-dir=runs/mine"]) == 1
     (folder / "runs/mine").rename(folder / "kept")
@@ -159,7 +159,7 @@ def test_a_run_that_cannot_be_resumed_is_named(
 
 
 def test_a_damaged_checkpoint_is_listed_in_json_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It was left out: who read the list by a program never heard of it."""
+    """Regression: the list in JSON left the damaged checkpoint out."""
     for step in (4, 6):
         saved = folder / "checkpoints" / f"step-{step:08}"
         saved.mkdir(parents=True)

@@ -111,7 +111,7 @@ def test_a_node_that_ignores_stop_and_sigterm_is_gone_within_10_s(start: Start) 
 
 @pytest.mark.parametrize("is_json", [False, True], ids=["lines", "json"])
 def test_an_interrupt_while_a_failure_ends_the_program_does_not_hide_the_failure(is_json: bool, start: Start) -> None:
-    """Where another node took its time to stop, nothing was said of the failed one."""
+    """Regression: the failed node was not named where another node took its time to stop."""
     run = start("launch", "waiting.py:failing", "--grace=60", *(["--json"] if is_json else []))
     run.wait_for("told to stop")
     run.process.send_signal(signal.SIGINT)
@@ -140,7 +140,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace_period(start: Start) -> Non
 
 @pytest.mark.parametrize("options", [["--mode=process"], ["--mode=thread"], ["--json"]], ids=" ".join)
 def test_a_terminal_that_is_closed_stops_the_nodes_in_order(folder: Path, options: list[str]) -> None:
-    """They were killed, so that what they save at the stop was lost; and nobody can print there any more."""
+    """Regression: the nodes were killed, and what they save at the stop was lost. They cannot print there any more."""
     (folder / "saves.py").write_text(WAITING.replace("lp.wait_for_stop()", SAVES_AT_THE_STOP))
     keyboard, terminal = os.openpty()
     command = [sys.executable, "-c", TAKES_THE_TERMINAL, *COMMAND, "launch", "saves.py", "--run-dir=out", *options]
@@ -164,7 +164,7 @@ sys.exit(main.main())
 
 
 def test_an_interrupt_as_soon_as_the_nodes_are_started_stops_them_in_order(folder: Path) -> None:
-    """While graph.svg was written it left them to the end of the process, in thread mode before they had stopped."""
+    """Regression: while graph.svg was written, the nodes were only stopped at the end of the process."""
     command = [sys.executable, "-c", INTERRUPTED_ONCE_STARTED, "launch", "waiting.py", "--mode=thread", "--run-dir=out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 130
@@ -182,8 +182,7 @@ sys.exit(main.main())
 
 
 def test_an_interrupt_as_the_launch_returns_stops_nodes_that_can_still_print(folder: Path) -> None:
-    """Once by chance in hundreds of runs: they were stopped at the end of the process, where a closed terminal is
-    an error to a node that is a thread."""
+    """Regression: once in hundreds of runs the nodes were stopped at the end of the process, where printing fails."""
     (folder / "saves.py").write_text(WAITING.replace("lp.wait_for_stop()", SAVES_AT_THE_STOP))
     command = [sys.executable, "-c", INTERRUPTED_ON_RETURN, "launch", "saves.py", "--mode=thread", "--run-dir=out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -223,7 +222,7 @@ def test_an_interrupt_while_the_target_is_imported_is_one_line(start: Start, fol
 
 
 def test_ctrl_c_ends_an_agent_that_somebody_has_started_by_hand(folder: Path) -> None:
-    """It was ignored there too, as in agents that an engine has started, whose launcher has it."""
+    """Regression: the agent ignored Ctrl+C, as agents do that an engine has started, whose launcher gets it."""
     secret = folder / "secret"
     secret.write_bytes(generate_credentials().to_bytes())
     secret.chmod(0o600)

@@ -54,7 +54,7 @@ def demo(folder: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
 def test_a_run_goes_on_without_its_picture(command: Command, folder: Path) -> None:
-    """On a full disk it was stopped, with "cannot print: No space left on device"."""
+    """Regression: on a full disk the run was stopped, with "cannot print: No space left on device"."""
     (folder / "here").mkdir()
     (folder / "here" / "graph.svg").symlink_to("/dev/full")
     done = command("launch", "demo.py", "--mode=thread", "--run-dir=here")
@@ -189,7 +189,7 @@ def test_a_run_folder_of_the_users_stays_when_the_launch_fails(brief_command: Co
 
 
 def test_no_hosts_are_none(brief_command: Command, folder: Path) -> None:
-    """One host was started, of the name "0"."""
+    """Regression: one host was started, with the name "0"."""
     (folder / "none.py").write_text(
         "import lp_pipe as lp\nprogram = lp.Program('none')\nprogram.add_node(lp.PyNode(int), label='n')\n"
     )

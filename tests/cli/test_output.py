@@ -85,7 +85,7 @@ def test_other_lines_pass_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("options", ["", "--json", "--mode=thread"])
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_run_ends_though_who_started_it_has_closed_the_streams(folder: Path, closed: str, options: str) -> None:
-    """With --json each event was printed as an event, which waited for the lock of the first: for ever."""
+    """Regression: with --json, printing an event was an event that waited for the lock of the first, for ever."""
     (folder / "talks.py").write_text(PRINTS_MUCH)
     command = f"exec {' '.join(COMMAND)} launch talks.py --run-dir=run {options} {closed}"
     ended = subprocess.run(command, shell=True, timeout=PATIENCE_S, check=False)
@@ -97,7 +97,7 @@ def test_a_run_ends_though_who_started_it_has_closed_the_streams(folder: Path, c
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
 @pytest.mark.parametrize("mode", ["process", "thread"])
 def test_a_run_whose_output_goes_to_a_full_disk_does_what_it_does(folder: Path, mode: str) -> None:
-    """It was not launched (status 3) where the disk was full from the start; with --json it was."""
+    """Regression: without --json the run was not launched (status 3) where the disk was full from the start."""
     (folder / "talks.py").write_text(PRINTS_MUCH)
     command = f"{' '.join(COMMAND)} launch talks.py --run-dir=run --mode={mode} >/dev/full"
     ended = subprocess.run(command, shell=True, timeout=PATIENCE_S, check=False, capture_output=True)
@@ -133,7 +133,7 @@ def test_a_run_goes_on_when_nobody_reads_any_more(folder: Path, options: str) ->
 def test_a_terminal_without_arrows_and_dots_gets_them_escaped(
     command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
 ) -> None:
-    """All of them ended with a UnicodeEncodeError: the graph of every program with handles has an arrow."""
+    """Regression: the commands ended with a UnicodeEncodeError, since every graph with handles has an arrow."""
     (folder / "talks.py").write_text(PRINTS_MUCH.replace("more than a pipe holds", "größer").replace("talker", "größe"))
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     done = command(*arguments.split())
@@ -143,7 +143,7 @@ def test_a_terminal_without_arrows_and_dots_gets_them_escaped(
 
 @pytest.mark.parametrize("ending", ["svg", "dot", "json"])
 def test_what_was_written_before_stays_where_the_disk_is_full(folder: Path, ending: str) -> None:
-    """It was cut to nothing first. A limit on the size of files stands for the disk."""
+    """Regression: the file was emptied first. A limit on the size of files stands for the disk."""
     (folder / "talks.py").write_text(PRINTS_MUCH.replace("talk()", f"talk({', '.join('abcdefgh')})"))
     (folder / f"graph.{ending}").write_text("of yesterday")
     command = f"ulimit -f 0; {' '.join(COMMAND)} graph talks.py -o graph.{ending}"

@@ -154,7 +154,7 @@ def test_help_has_the_first_line_of_the_docstring_and_every_flag() -> None:
 
 
 def test_parameters_are_flags_of_launch_and_graph(command: Command, brief_command: Command, folder: Path) -> None:
-    """They were ignored: `-- --num_producers=3` launched the program with its defaults."""
+    """Regression: `-- --num_producers=3` was ignored, and the program launched with its defaults."""
     (folder / "demo.py").write_text(TARGET)
     done = command("launch", "demo.py", "--mode=thread", "--run-dir=out", "--", "--num-producers=3")
     assert (done.returncode, done.stderr) == (0, "")
@@ -217,7 +217,7 @@ if __name__ == "__main__":
 
 
 def test_a_parameter_that_is_a_flag_of_absl_has_its_value(brief_command: Command, folder: Path) -> None:
-    """As in Launchpad's examples; a module that is named `program` is no program."""
+    """Flags as in Launchpad's examples. A module that is named `program` is no program."""
     (folder / "demo.py").write_text(LAUNCHPADS)
     assert "producers: 2 nodes" in brief_command("graph", "demo.py").stdout
     assert "producers: 5 nodes" in brief_command("graph", "demo.py", "--", "--num_producers=5", "--delay=1").stdout

@@ -169,7 +169,7 @@ def test_a_run_that_ends_in_order_as_it_is_looked_for_is_not_said_to_be_killed(
 def test_stop_without_a_run_ends_none_that_was_launched_elsewhere(
     launched: Started, brief_command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ended the user's only live run, wherever that had been launched."""
+    """Regression: it ended the user's only live run, wherever that had been launched."""
     (folder / "elsewhere").mkdir()
     there = [*COMMAND, "stop"]
     done = subprocess.run(there, cwd=folder / "elsewhere", capture_output=True, text=True, timeout=PATIENCE_S)

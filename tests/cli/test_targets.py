@@ -1,4 +1,4 @@
-"""From a file or module to its Program, and from there to nodes in processes of their own."""
+"""The way from a file or module to its Program, and from there to nodes in processes of their own."""
 
 from pathlib import Path
 
@@ -177,7 +177,7 @@ def test_a_program_that_is_not_found_is_looked_for(
 
 
 def test_a_function_that_launches_is_told_to_return_its_program(brief_command: Command, folder: Path) -> None:
-    """It ran, and when it had ended after hours the command said that it had returned None."""
+    """Regression: it ran for hours, and then the command reported that it had returned None."""
     script = PROGRAM.format(sibling="os").replace("os.PLACE", "'a script'")
     (folder / "script.py").write_text(f"{script}def main():\n    lp.launch(program, 'process').wait()\n")
     done = brief_command("launch", "script.py:main")

@@ -1,4 +1,4 @@
-"""What attackers send: a call whose argument leaves a mark where it is unpickled."""
+"""An attacker's frames: a call whose argument leaves a mark where it is unpickled."""
 
 import pickle
 from collections.abc import Callable
@@ -23,5 +23,5 @@ class Mark:
 
 
 def call_frame(mark: Mark) -> bytes:
-    """What a client sends to call `add` with an argument that leaves a mark."""
+    """Return a client's frame that calls `add` with an argument that leaves a mark."""
     return b"".join(frames.encode(Frame(frames.CALL, 1, "add", pickle.dumps(((mark,), {})))))

@@ -421,7 +421,7 @@ def test_a_caller_that_cannot_be_taken_in_is_told_so_and_later_ones_are_taken(
 def test_a_process_that_cannot_take_a_frame_says_so(
     no_leaks: None, open_carrier: OpenCarrier, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Its peers used to be told that it had ended or was killed."""
+    """Regression: its peers were told that it had ended or was killed."""
 
     def memory_for(size: int) -> memoryview:
         raise MemoryError

@@ -1,4 +1,4 @@
-"""The credentials of a run: one value that goes to its processes, and to nobody else."""
+"""The credentials of a run: one value that its processes get, and no other process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is done when an object has gone, also while the interpreter exits."""
+"""Finalizers: they run when an object has gone, also while the interpreter exits."""
 
 import gc
 
@@ -7,7 +7,7 @@ from tests.conftest import Script
 
 
 class Thing:
-    """Not hashable."""
+    """An object that is not hashable."""
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""Frames between hosts: who may connect, what a stalled or lost peer costs, what is left after closing."""
+"""gRPC streams between hosts: authentication, the cost of a stalled or lost peer, what is left after closing."""
 
 import concurrent.futures
 import contextlib
@@ -40,7 +40,7 @@ def server(request: pytest.FixtureRequest, no_leaks: None, run_credentials: Cred
 
 
 def refused(server: Server, data: bytes, token: str | None) -> grpc.StatusCode:
-    """How a stranger's stream ends whose first message is `data`."""
+    """Return how a stranger's stream ends whose first message is `data`."""
     channel, call = raw_stream(server.endpoint, [data], token)
     with channel, pytest.raises(grpc.RpcError):
         next(call)  # type: ignore[call-overload]
@@ -102,7 +102,7 @@ def test_who_listens_and_does_not_know_the_token_is_told_nothing_and_not_believe
     token, seen = "0123456789abcdef" * 4, []
 
     class Anything(Credentials):
-        """Of somebody who has taken the port of a listener that has ended: whatever is shown will do."""
+        """Credentials of a process that has taken an ended listener's port, and accepts any token."""
 
         def is_proof(self, shown: str, whose: str, nonce: str) -> bool:
             seen.extend([shown, nonce])

@@ -1,4 +1,4 @@
-"""Who was turned away."""
+"""The log of refused connections: it names their senders, and does not grow with their number."""
 
 import errno
 from types import SimpleNamespace

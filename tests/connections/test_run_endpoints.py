@@ -23,7 +23,7 @@ NAME = "name:some-run/server"
 
 
 class Directory:
-    """Where servers are, as the launcher knows it."""
+    """The launcher's directory of servers."""
 
     def __init__(self) -> None:
         self.endpoints: dict[str, str] = {}
@@ -44,7 +44,7 @@ def directory() -> Directory:
 
 @pytest.fixture
 def member(directory: Directory, socket_home: Path) -> Iterator[run_endpoints.RunMember]:
-    """This process serves in the run, on host a."""
+    """Let this process serve in the run, on host a."""
     made = run_endpoints.RunMember(
         "some-run", "a", generate_credentials(), directory.find, str(socket_home), "tls:127.0.0.1"
     )

@@ -48,7 +48,7 @@ class Ends:
         return memoryview(buffer)
 
     def wait_for_returns(self) -> None:
-        """Until what was given back has arrived."""
+        """Wait until the returned buffers have arrived."""
         exporter = self.near._exporter
         assert exporter is not None
         until(lambda: not exporter._exported)
@@ -81,7 +81,7 @@ def test_a_large_buffer_arrives_whole_and_writable(ends: Ends) -> None:
 
 
 def test_what_a_forked_process_writes_stays_its_own_and_its_childrens(ends: Ends) -> None:
-    """As with all other memory: a data loader's workers may work in place on what their parent has received."""
+    """A data loader's workers may write in place to what their parent has received, as to all other memory."""
     ends.send(bytes(LARGE))
     buffer = ends.receive()
 

@@ -1,4 +1,4 @@
-"""Carriers over TCP: who may connect, what a slow or lost peer costs, what is left after closing."""
+"""Carriers over TCP: authentication, the cost of a slow or lost peer, what is left after closing."""
 
 import contextlib
 import dataclasses

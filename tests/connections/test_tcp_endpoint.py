@@ -1,4 +1,4 @@
-"""What endpoints over TCP may look like."""
+"""The syntax of endpoints over TCP."""
 
 import pytest
 

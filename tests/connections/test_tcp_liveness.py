@@ -1,4 +1,4 @@
-"""Whether the hosts of peers are within reach; see test_tls.py for those that are not."""
+"""Liveness of the hosts of peers that are within reach; test_tls.py has those that are not."""
 
 import socket
 import threading
@@ -13,7 +13,7 @@ NAME = "tcp liveness"
 
 class Owner:
     def on_silence(self) -> None:
-        """Nobody is silent here."""
+        """Fail: no host is silent here."""
 
 
 def threads() -> set[threading.Thread]:

@@ -1,4 +1,4 @@
-"""Frames between hosts over TLS: who may connect, what strangers cost, what a slow or lost peer costs."""
+"""Frames between hosts over TLS: authentication, the cost of strangers, and of a slow or lost peer."""
 
 import contextlib
 import dataclasses
@@ -74,7 +74,7 @@ def greeting(token: str) -> bytes:
 
 
 def everything(sock: socket.socket) -> bytes:
-    """What comes until the end, however that comes."""
+    """Return all bytes until the end, however that comes."""
     data = b""
     with contextlib.suppress(OSError):
         while part := sock.recv(1000):

@@ -1,4 +1,4 @@
-"""What the tests of the public contract share: a program of one server, and a node that reports what it has seen."""
+"""Fixtures of the public contract's tests: a program of one server, and a node that reports what it has seen."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +29,7 @@ def serve(mode: str) -> Iterator[Serve]:
 
 @pytest.fixture
 def in_node(mode: str) -> InNode:
-    """`in_node(f, *args)`: what `f(*args)` returns inside of a node, whose arguments these are."""
+    """Return a function that calls `f(*args)` inside of a node with these arguments, and returns the result."""
 
     def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         class Reporter:

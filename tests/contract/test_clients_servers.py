@@ -34,7 +34,7 @@ Pair = collections.namedtuple("Pair", ["a", "b"])
 
 
 class Server:
-    """Everything that the tests below call."""
+    """A server with all methods that the tests below call."""
 
     public_data = 5
 

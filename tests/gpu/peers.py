@@ -43,7 +43,7 @@ _numbers = itertools.count()
 
 
 class Peer:
-    """It sends back what it gets, with the devices on which that arrived; for "compute" what takes long to compute."""
+    """A process that sends back what it gets, with the devices of its tensors, or computes for long ("compute")."""
 
     def __init__(self, kind: str, directory: str, device: str = DEVICE) -> None:
         number = next(_numbers)
@@ -55,7 +55,7 @@ class Peer:
         self.sender = open_sender(self.line(), "there", kind=kind, name="stages/0", peer="stages/1", device=on_gpu)
 
     def line(self) -> str:
-        """What it says next."""
+        """Return the peer's next line."""
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
@@ -67,7 +67,7 @@ class Peer:
         self._process.wait()
 
     def stop(self) -> None:
-        """It does not run, but is there."""
+        """Suspend the peer, which stays there."""
         os.kill(self._process.pid, signal.SIGSTOP)
 
     def __enter__(self) -> "Peer":

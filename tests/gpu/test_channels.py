@@ -36,7 +36,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def peer(kind: str, directory: str) -> Iterator[Peer]:
-    """One for all tests that leave it as it was."""
+    """A peer that all tests share which leave it as it was."""
     with Peer(kind, directory) as made:
         yield made
 
@@ -175,7 +175,7 @@ def test_a_killed_sender_ends_a_blocked_receive(kind: str, directory: str) -> No
 
 
 def test_a_sender_that_is_killed_while_its_gpu_computes_leaves_nothing_stuck(kind: str, directory: str) -> None:
-    """Nobody will say that what it has sent is there: a stream that waits for that would wait for ever."""
+    """No event tells any more that its value is there: a stream that waits for one would wait for ever."""
     with Peer(kind, directory) as peer:
         peer.sender.send(0, torch.ones(LARGE, device=DEVICE))
         peer.answer()

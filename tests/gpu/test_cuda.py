@@ -63,7 +63,7 @@ def test_every_schedule_over_nccl_trains_to_the_same_bits(schedule: str) -> None
 
 @pytest.mark.parametrize("channel", ["shm", "grpc", "gloo"])
 def test_other_kinds_of_channel_train_to_the_same_bits(channel: str) -> None:
-    """Through CUDA IPC, and through the host."""
+    """Train through CUDA IPC, and through the host."""
     model = model_with_everything()
     plain = PlainLoop(model, 4, 0.1, device="cuda:0")
     with launched("process", model, BATCHES, clip_grad_norm=0.1, channel=channel, **STAGES) as pipeline:

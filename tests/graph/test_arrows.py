@@ -1,4 +1,4 @@
-"""Which edges are drawn as one arrow."""
+"""The edges that are drawn as one arrow."""
 
 import lp_pipe as lp
 from lp_pipe.graph import GraphView

@@ -22,7 +22,7 @@ def use(*handles: object) -> None:
 
 
 def ring(size: int) -> lp.Program:
-    """Every node calls the next one, the trainer calls the first and itself is nobody's server."""
+    """Return a program in which every node calls the next one, and the trainer calls the first and serves no node."""
     program = lp.Program("ring & <friends>")
     nodes = [lp.CourierNode(Server) for _ in range(size)]
     with program.group("ring"):
@@ -44,7 +44,7 @@ def cycle() -> lp.Program:
 
 
 def noted(size: int) -> lp.Program:
-    """Each of the ring's nodes has two lines to say, the second one too long for a card."""
+    """Return the ring whose nodes have two lines each, the second one too long for a card."""
     program = ring(size)
     for index, node in enumerate(program.groups["ring"]):
         node.notes = (f"number {index}", "and much more that nobody can read on a card")

@@ -34,7 +34,7 @@ def query(connection: str, text: str) -> None: ...
 
 
 class Model:
-    """Like a model of pydantic, which ignores what its own signature does not have."""
+    """A class like a model of pydantic, which ignores arguments that its own signature does not have."""
 
     __signature__ = inspect.Signature()
 

@@ -1,4 +1,4 @@
-"""Killed anywhere, resumed exactly, with fixed seeds; `make chaos` does the same with as many rounds as you like.
+"""Programs that are killed at fixed moments and resumed to the same bits; `make chaos` does any number of rounds.
 
 Fixed are the moments (in seconds), the victims' places in the list of processes, and the signals. What a process does
 at that moment is the machine's business, and the end must be the same whatever it is.
@@ -22,7 +22,7 @@ OPTIONS = {
 
 
 def sha256_of_tally(mode: str, folder: Path) -> str:
-    """Of an undisturbed run, as threads of this process."""
+    """Return the tally of an undisturbed run, as threads of this process."""
     program = tally(OPTIONS[mode], lambda result: (folder / "sha256").write_text(result.sha256))
     lp.launch(program, "thread", run_dir=folder / "undisturbed").wait(60)
     return (folder / "sha256").read_text()

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 @pytest.fixture
 def without_torch() -> None:
-    """In place of tests/conftest.py's: loading torch in each stage by itself would take a second of each."""
+    """Let templates preload torch: otherwise each stage needs a second to load it."""
 
 
 class LosesItsHost(nn.Module):
@@ -53,7 +53,7 @@ def train(pipeline: pp.PipelineClient, fingerprint: Path) -> None:
 
 
 def train_slowly(pipeline: pp.PipelineClient, folder: Path, num_hosts: int) -> None:
-    """On two hosts it waits for the third: at first until that is there, then until it is to be used.
+    """Train on two hosts and wait for the third: until it is there, and then until it is to be used.
 
     Its steps take a second then: the launcher looks more often whether there are more hosts, and then for a checkpoint.
     """
@@ -69,7 +69,7 @@ def train_slowly(pipeline: pp.PipelineClient, folder: Path, num_hosts: int) -> N
 
 
 def program_for(num_hosts: int, folder: Path, calls: int) -> lp.Program:
-    """With a stage for each host, on one of which it dies."""
+    """Return a program with a stage for each host, on one of which it dies."""
     layers: list[Any] = [pp.Layer(nn.Linear, 6, 8), pp.Layer(nn.Dropout, 0.5), pp.Layer(nn.Linear, 8, 8)]
     layers += [pp.Layer(LosesItsHost, folder / "lost", calls), pp.Layer(nn.Linear, 8, 2)]
     model = pp.Model(layers, squared_error, torch.optim.Adam)

@@ -26,7 +26,7 @@ STEPS, SAVE_EVERY = 8, 3
 
 @pytest.fixture
 def without_torch() -> None:
-    """In place of tests/conftest.py's: loading torch in each stage by itself would take a second of each."""
+    """Let templates preload torch: otherwise each stage needs a second to load it."""
 
 
 class Life:
@@ -68,7 +68,7 @@ class Life:
 
 
 class Strikes:
-    """Each of them once, also if the trainer itself dies and is started again.
+    """A record of kills: each happens once, also if the trainer itself dies and is started again.
 
     wanted: names of nodes by point, such as {"step 3": ["counter"]}. pause_s: at every point.
     """

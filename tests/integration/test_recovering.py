@@ -1,4 +1,4 @@
-"""Rounds of steps with an evaluation between them: whoever is killed starts again, and all go on, to the same bits."""
+"""Steps with evaluations between them: any killed process starts again, and all go on, to the same bits."""
 
 import os
 import signal
@@ -20,11 +20,11 @@ STEPS, ROUND = 9, 3
 
 @pytest.fixture
 def without_torch() -> None:
-    """In place of tests/conftest.py's: loading torch in each stage by itself would take a second of each."""
+    """Let templates preload torch: otherwise each stage needs a second to load it."""
 
 
 class Deaths:
-    """Of each of these places, one."""
+    """Kills a process at each of these places, once."""
 
     def __init__(self, folder: Path, places: tuple[str, ...]) -> None:
         self._folder, self._places = folder, places
@@ -37,7 +37,7 @@ class Deaths:
 
 
 class TellsPid(nn.Module):
-    """A layer of whose process others know."""
+    """A layer that tells the id of its process."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

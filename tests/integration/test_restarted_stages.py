@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 @pytest.fixture
 def without_torch() -> None:
-    """In place of tests/conftest.py's: loading torch in each stage by itself would take a second of each."""
+    """Let templates preload torch: otherwise each stage needs a second to load it."""
 
 
 class KillsItself(nn.Module):
@@ -40,7 +40,7 @@ class KillsItself(nn.Module):
 
 
 def lower_each_time(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ReduceLROnPlateau:
-    """But for the first one, which is better than none."""
+    """Return a scheduler that lowers the rate at each metric but the first, which is better than none."""
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
 
 

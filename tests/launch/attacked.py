@@ -78,7 +78,7 @@ class Confiding(LocalEngine):
         return list(super().start(invitation))
 
     def attack(self) -> None:
-        """While the launcher waits for its agents."""
+        """Attack the port while the launcher waits for its agents."""
 
 
 class Target:
@@ -95,7 +95,7 @@ class Target:
         self.processes = [os.getpid(), *(one.pid for one in psutil.Process().children(recursive=True))]
 
     def answer_s(self) -> float:
-        """How long it takes both to answer, with what they have always answered."""
+        """Return how long both take to give their usual answers."""
         began = time.monotonic()
         assert [client.ask(os.getpid) for client in self.clients] == self.pids
         return time.monotonic() - began

@@ -1,4 +1,4 @@
-"""What an attacker can send to a listening port: with and without TLS, the run's certificate, its token."""
+"""An attacker at a listening port: with and without TLS, the run's certificate, its token."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ AT_A_TIME = 100
 
 
 class Bomb:
-    """Makes a file when it is unpickled, in whatever process."""
+    """An object that makes a file when any process unpickles it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,7 +36,7 @@ def call_with_bomb(path: Path, method: str) -> bytes:
 
 
 def ports_of(pids: Iterable[int]) -> list[int]:
-    """Where these processes listen by TCP, at any address."""
+    """Return the ports at which these processes listen by TCP, at any address."""
     return [
         connection.laddr.port
         for pid in pids
@@ -73,7 +73,7 @@ def _answered(sock: socket.socket) -> int:
 
 
 def random_strings(count: int, seed: int) -> Iterator[bytes]:
-    """Of any length up to some thousand bytes; some begin like TLS, HTTP/2, or a frame."""
+    """Yield bytes of any length up to some thousand; some begin like TLS, HTTP/2, or a frame."""
     source = random.Random(seed)
     beginnings = [
         b"",
@@ -87,7 +87,7 @@ def random_strings(count: int, seed: int) -> Iterator[bytes]:
 
 
 def tls_context(shown: Credentials | None) -> ssl.SSLContext:
-    """A client that trusts whatever server, and shows this certificate, or none."""
+    """Return a client's context that trusts any server, and shows this certificate, or none."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if shown is not None:
@@ -109,7 +109,7 @@ def client_hello() -> bytes:
 
 @contextlib.contextmanager
 def held_open(port: int, count: int, beginning: bytes) -> Iterator[list[socket.socket]]:
-    """So many connections that send a beginning, and nothing more."""
+    """Hold so many connections open that send a beginning, and nothing more."""
     with contextlib.ExitStack() as stack:
         socks = []
         for _ in range(count):
@@ -153,7 +153,7 @@ class Stream:
         return said
 
     def _received(self, size: int) -> bytes:
-        """Of a connection that is refused nothing, however that shows; a TimeoutError when nothing comes at all."""
+        """Return what arrives on a connection until it is refused; raise TimeoutError when nothing comes at all."""
         try:
             return self._tls.recv(size) if self._tls is not None else b""
         except TimeoutError:
@@ -166,7 +166,7 @@ class Stream:
 
 
 def secrets_in(text: bytes, ours: Credentials) -> bool:
-    """Whether the token, or a line of the key, is there in any of the forms in which they travel."""
+    """Return whether the token, or a line of the key, is there in any form in which they travel."""
     import base64
 
     key_lines = [line for line in ours.key.splitlines() if not line.startswith(b"-")]

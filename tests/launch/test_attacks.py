@@ -49,7 +49,7 @@ def target(shared_target: Target) -> Iterator[Target]:
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Path:
-    """What a bomb makes where it explodes."""
+    """Return the file that a bomb makes where it explodes."""
     return tmp_path / "mark"
 
 
@@ -185,7 +185,7 @@ def test_half_frames_by_the_hundred_keep_nobody_waiting(target: Target) -> None:
 
 
 class Besieged(Confiding):
-    """All of it at the launcher's port, before the first agent comes."""
+    """An engine that attacks the launcher's port in all ways before the first agent comes."""
 
     mark: Path
     ports_before: set[int]

@@ -1,4 +1,4 @@
-"""What earlier runs have left is bounded, and results are not removed before their time."""
+"""The remains of earlier runs are bounded, and results are not removed before their time."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def made(runs: Path) -> Made:
 
 
 def record(**facts: Any) -> RunRecord:
-    """A run whose launcher is dead."""
+    """Write the record of a run whose launcher is dead."""
     place = {"run_dir": "x", "host": socket.gethostname(), "control": "", "socket_dir": ""}
     launcher = {"pid": ENDED_PID, "pid_started": 1, "started": 1000.0}
     return RunRecord(**{"program": "demo", "mode": "process", **place, **launcher, **facts})
@@ -84,7 +84,7 @@ def test_runs_that_may_be_live_and_what_is_no_run_stay(made: Made, runs: Path) -
 
 
 def test_a_launch_removes_old_runs_of_the_state_folder(made: Made, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each `python file.py` left a folder for ever."""
+    """Regression: each `python file.py` left a folder for ever."""
     monkeypatch.setattr(cleanup, "_AT_MOST_S", 60.0)
     paths = [made(1) for _ in range(cleanup.KEPT_RUNS + 20)]
     program = lp.Program("failing")

@@ -1,4 +1,4 @@
-"""A run that answers other processes: what it says, who hears it, and that nothing of it stays."""
+"""A run that answers other processes, sends them its events, and leaves nothing behind."""
 
 import json
 import os

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 class Where:
-    """On which of how many hosts it runs."""
+    """A node that tells on which of how many hosts it runs."""
 
     def __init__(self, num_hosts: int) -> None:
         self._num_hosts = num_hosts
@@ -55,7 +55,7 @@ def running(function: Callable[[], None]) -> Callable[[int], lp.Program]:
 
 
 class Patient(LocalEngine):
-    """Its hosts come back when they are told to."""
+    """An elastic run whose hosts come back when they are told to."""
 
     def __init__(self, hosts: str) -> None:
         super().__init__(hosts)
@@ -72,7 +72,7 @@ class Patient(LocalEngine):
 
 
 def checkpoint(run: lp.ElasticRun, step: int) -> None:
-    """As a trainer would have saved one."""
+    """Save a checkpoint as a trainer would."""
     (run.run_dir / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
 
 
@@ -216,7 +216,7 @@ def test_a_stop_while_hosts_are_missing_ends_at_once() -> None:
 
 
 class Lost:
-    """In the place of a ElasticHosts: its host is lost once the node fails, and no other one comes."""
+    """A stand-in for ElasticHosts: its host is lost once the node fails, and no other one comes."""
 
     losses = 0
     lost_at = math.inf
@@ -238,7 +238,7 @@ class Lost:
 
 
 def test_a_stop_while_hosts_are_waited_for_is_no_failure(tmp_path: Path) -> None:
-    """What the lost host had ended the last program with was raised then, and not after a stop just before or after."""
+    """Regression: the lost host's error was raised after a stop in that moment."""
 
     def fail() -> None:
         hosts.losses += 1

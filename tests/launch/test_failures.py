@@ -1,4 +1,4 @@
-"""Break nodes in every way: who notices, how soon, what wait() says, and that nothing is left."""
+"""Nodes that are broken in every way: their peers notice, wait() names them, and nothing is left."""
 
 import contextlib
 import ctypes
@@ -214,7 +214,7 @@ def test_later_failures_do_not_mask_the_first(mode: str) -> None:
 
 
 class _Unspeakable(BaseException):
-    """Not even an Exception can be had of it."""
+    """An exception that cannot even be printed."""
 
     def __str__(self) -> str:
         raise KeyboardInterrupt("not now")
@@ -237,7 +237,7 @@ class _UnspeakableStatus:
 def test_an_exception_that_cannot_be_told_is_a_failure_all_the_same(
     mode: str, make: Callable[[], BaseException], says: str
 ) -> None:
-    """In thread mode the program used to end well."""
+    """Regression: in thread mode the program ended well."""
 
     def fail() -> None:
         raise make()
@@ -346,7 +346,7 @@ def test_the_echo_of_a_failed_node_is_not_the_first_failure(mode: str) -> None:
 
 
 def test_what_gloo_raises_where_another_rank_has_died_is_an_echo(no_leaks: None) -> None:
-    """It has no class of its own; with several hosts the survivors' words came before the news of the death."""
+    """Gloo's error has no class of its own. With several hosts it comes before the news of the death."""
     import torch.distributed
 
     assert torch.distributed.is_available()
@@ -724,7 +724,7 @@ class NeverUp:
 
 
 def test_who_asks_a_node_that_another_ones_failure_has_ended_is_told_of_that_one(mode: str) -> None:
-    """It heard of the neighbour first: "node first/0 failed: Unavailable: node second/0 failed: Unavailable: …"."""
+    """Regression: it was told of the neighbour first: "node first/0 failed: Unavailable: node second/0 failed: …"."""
     program = lp.Program("chain")
     last = program.add_node(lp.CourierNode(NeverUp), label="last")
     second = program.add_node(lp.CourierNode(AsksInItsConstructor, last), label="second")
@@ -803,7 +803,7 @@ def test_a_launch_from_a_folder_that_was_removed_says_so(
 
 
 def test_a_launch_whose_folder_cannot_be_made_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose home folder is not there: it was four chained FileNotFoundErrors of pathlib's."""
+    """Regression: in a container without a home folder it was four chained FileNotFoundErrors of pathlib's."""
     program = lp.Program("nowhere")
     program.add_node(lp.PyNode(int), label="node")
     (tmp_path / "file").touch()

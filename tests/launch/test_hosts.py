@@ -1,4 +1,4 @@
-"""What holds for every kind of host: the same tests over threads, processes, both at once, and agents."""
+"""The contract of every kind of host: threads, processes, both at once, and agents."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -40,13 +40,13 @@ class Started(NamedTuple):
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of the nodes that are processes."""
+        """Return the process ids of the nodes that are processes."""
         rows = {label: rows[0]["pid"] for label, rows in self.coordinator.status().items()}
         pids = {node_id: rows[node_id.partition("/")[0]] for node_id in self.beats}
         return {node_id: pid for node_id, pid in pids.items() if pid != os.getpid()}
 
     def is_beating(self, node_ids: Iterable[str]) -> bool:
-        """Whether each of the nodes goes on from where it is now."""
+        """Return whether each of the nodes goes on from where it is now."""
         sizes = {node_id: self.beats[node_id].stat().st_size for node_id in node_ids}
         until(lambda: all(self.beats[node_id].stat().st_size > size for node_id, size in sizes.items()))
         return True

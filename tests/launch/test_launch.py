@@ -75,7 +75,7 @@ def test_a_forked_process_reaches_the_server_itself_or_is_told_that_it_cannot(
 
 @pytest.mark.parametrize("who", ["node", "launcher"])
 def test_a_forked_process_waits_for_a_server_that_is_not_up_yet(who: str, tmp_path: Path) -> None:
-    """It asked the launcher, which answered its parent, and waited for ever."""
+    """Regression: the launcher answered the process's parent, and the process waited for ever."""
     go = tmp_path / "go"
 
     class LateCounter(Counter):
@@ -818,7 +818,7 @@ def unusable(ask: Callable[[], object]) -> bool:
 
 
 def asked_in_a_fork() -> bool:
-    """What a node's functions do in a child of the node's process."""
+    """Return what a node's functions do in a child of the node's process."""
     with pytest.raises(RuntimeError, match="forked by the node"):
         lp.wait_for_stop()
     return unusable(lp.stop) and unusable(lambda: lp.log_metrics({"loss": 0.0}))

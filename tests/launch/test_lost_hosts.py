@@ -148,7 +148,7 @@ def test_hosts_that_are_lost_together_leave_their_nodes_to_the_last_one() -> Non
 
 
 class _Coordinator:
-    """What a Relocation asks, and hears."""
+    """A coordinator that records what a Relocation asks and hears."""
 
     def __init__(self, *node_ids: str) -> None:
         self.down: list[str] = []
@@ -171,7 +171,7 @@ class _Coordinator:
 
 
 def test_a_node_may_start_only_when_its_last_wait_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was to go from a, which may be alive behind a cut link, to b, which then died: it may still run on a."""
+    """A node that was to go from a, behind a cut link, to b, which then died, may still run on a."""
     waits = {True: 0.6, False: 0.1}
     monkeypatch.setattr(relocation, "fence_s", lambda is_silent: waits[is_silent])
     spec = NodeSpec("n/0", "n", 0, 1, lp.PyNode(print), lp.Resources(), on_failure="restart")

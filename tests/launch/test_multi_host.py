@@ -170,7 +170,7 @@ def test_a_launcher_that_stalls_for_five_seconds_goes_on(script: "Callable[[str]
 
 
 class _HalfEngine(LocalEngine):
-    """One of its hosts never hears of the run."""
+    """An engine one of whose hosts never hears of the run."""
 
     def hosts(self) -> list[HostOffer]:
         return [HostOffer("here"), HostOffer("away")]

@@ -1,4 +1,4 @@
-"""What a script defines is found by name in its nodes: by pickle, and by the children of multiprocessing."""
+"""A script's definitions are found by name in its nodes: by pickle, and by the children of multiprocessing."""
 
 import textwrap
 from typing import Any

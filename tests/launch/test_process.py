@@ -1,4 +1,4 @@
-"""What only holds where nodes are processes: their environment, their output, their isolation."""
+"""The properties of nodes that are processes: their environment, their output, their isolation."""
 
 import io
 import os
@@ -116,7 +116,7 @@ def test_nodes_start_whatever_a_script_has_put_into_its_path_and_arguments(
 def test_a_module_of_the_current_folder_does_not_stand_for_one_of_pythons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with `python ../train.py`. A json.py there was imported by new interpreters: no node started."""
+    """Regression: with `python ../train.py` new interpreters imported a json.py there, and no node started."""
     (tmp_path / "json.py").write_text("raise RuntimeError('not the json that was asked for')\n")
     monkeypatch.chdir(tmp_path)
     with lp.launch(probes(fresh_interpreter=True), "process") as run:
@@ -124,7 +124,7 @@ def test_a_module_of_the_current_folder_does_not_stand_for_one_of_pythons(
 
 
 def test_nodes_with_a_fresh_interpreter_have_the_launchers_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They had none: -O, -W and -X dev did not reach them."""
+    """Regression: -O, -W and -X dev did not reach them."""
     monkeypatch.setattr(sys, "warnoptions", ["default::FutureWarning"])
     with lp.launch(probes(fresh_interpreter=True), "process") as run:
         assert "default::FutureWarning" in run.client("probe").ask(lambda: sys.warnoptions)
@@ -141,7 +141,7 @@ def test_resources_set_variables_and_compute_threads(fresh: bool) -> None:
 
 
 def _pages_a_block() -> float:
-    """That the kernel has to give for a block of 4 MiB of which as much was freed before."""
+    """Return the pages that the kernel must give for a block of 4 MiB, of which as much was freed before."""
     before = 0
     for count in range(60):
         if count == 10:
@@ -162,7 +162,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def _asks_for_huge_pages() -> bool:
-    """Whether there is memory that would be given in pages of 2 MiB."""
+    """Return whether there is memory that would be given in pages of 2 MiB."""
     kept = bytearray(16 << 20)
     flags = [line.split() for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith("VmFlags:")]
     return len(kept) > 0 and any("hg" in of_region for of_region in flags)
@@ -191,7 +191,7 @@ def test_variables_that_are_read_at_process_start_imply_a_fresh_interpreter() ->
 
 
 def test_a_group_may_have_modules_of_its_own(tmp_path: Path) -> None:
-    """Its PYTHONPATH was set, and had no effect: nodes import along the launcher's path."""
+    """Regression: the group's PYTHONPATH had no effect, as nodes import along the launcher's path."""
     for version in ("old", "new"):
         (tmp_path / version).mkdir()
         (tmp_path / version / "library_of_a_group.py").write_text(f"VERSION = {version!r}\n")
@@ -437,7 +437,7 @@ def test_a_host_that_does_not_start_leaves_no_folder(tmp_path: Path, monkeypatch
 def test_a_process_that_reports_in_after_the_stop_is_told_so_before_what_it_is_to_be(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It was told after it, and had run some of its code by then: a node that was just started again, for example."""
+    """Regression: a node that was just started again ran some of its code before it was told."""
 
     def stopped(host: ProcessHost, stream: NodeLink, hello: messages.Hello) -> None:
         host._coordinator.tell("node/0", messages.RequestStop())

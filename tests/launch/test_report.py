@@ -84,7 +84,7 @@ def test_many_last_lines_are_cut_to_the_newest() -> None:
 
 
 def test_a_traceback_in_the_message_is_told_by_its_end_and_the_users_frames() -> None:
-    """What a DataLoader's worker met was cut behind the first line of its traceback: neither what, nor where."""
+    """Regression: an error in a DataLoader's worker was cut behind the first line of its traceback."""
     message = (
         "feeder/0.batch() raised ValueError: Caught ValueError in DataLoader worker process 0.\n"
         "Original Traceback (most recent call last):\n"

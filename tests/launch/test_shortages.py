@@ -56,7 +56,7 @@ class Threads:
 
 @contextmanager
 def most_descriptors(more: int) -> Iterator[None]:
-    """So many more than are open now."""
+    """Limit the process to so many more descriptors than are open now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + more, hard))
     try:

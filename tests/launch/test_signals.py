@@ -380,7 +380,7 @@ def test_a_signal_at_the_end_of_a_with_block_waits_for_the_stop(monkeypatch: pyt
 def test_a_signal_while_the_main_thread_asks_the_coordinator_waits_for_the_answer(
     monkeypatch: pytest.MonkeyPatch, question: str, ask: Callable[[lp.Run], object]
 ) -> None:
-    """As it came out of the lock, or into it, the lock stayed taken: no stop, and no second Ctrl+C, ended the nodes."""
+    """Regression: a signal inside of the lock left it taken, so that no stop and no second Ctrl+C ended the nodes."""
 
     def interrupted(*args: Any, **options: Any) -> Any:
         if not asked:
@@ -438,7 +438,7 @@ def test_a_signal_at_any_instruction_of_a_wait_does_not_disturb_the_end() -> Non
 
 
 def test_a_signal_at_any_instruction_of_their_restoration_is_for_the_handlers_of_before() -> None:
-    """It came to ours, which found none from before, and raised it again and again: RecursionError."""
+    """Regression: our handler raised the signal again and again: RecursionError."""
     for step in itertools.count(1):
         interrupts = Interrupts(hurry=lambda: None, suspend=lambda: None)
         interrupts.install()

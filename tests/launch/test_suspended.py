@@ -87,7 +87,7 @@ def press_ctrl_z(launcher: "subprocess.Popen[str]") -> list[psutil.Process]:
 
 
 def end(launcher: "subprocess.Popen[str]", folder: Path, after_beats: int = 1) -> str:
-    """All goes on: let it end after so many more beats; returns what it printed as its own errors."""
+    """Let the program end after so many more beats, and return what it printed as its own errors."""
     due = beats(folder) + after_beats
     until(lambda: beats(folder) >= due)
     (folder / "end").touch()
@@ -139,7 +139,7 @@ def test_a_launcher_of_several_hosts_stays_awake(launched: Any, tmp_path: Path) 
 @pytest.mark.parametrize("mode", ["process", "multi_host"])
 @pytest.mark.parametrize("seconds", [NODES_PATIENCE_S - 0.5, NODES_PATIENCE_S + 4])
 def test_a_job_that_is_suspended_as_a_whole_goes_on(launched: Any, tmp_path: Path, mode: str, seconds: float) -> None:
-    """By SIGSTOP to each process, as `scontrol suspend` does: nobody can say a word before."""
+    """Send SIGSTOP to each process, as `scontrol suspend` does, without a notice before."""
     launcher = launched(mode)
     everybody = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
     for process in everybody:

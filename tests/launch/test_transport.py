@@ -1,4 +1,4 @@
-"""What carries the traffic between hosts: with transport="grpc" all of it is gRPC, with the same results."""
+"""The transport between hosts: with transport="grpc" all traffic is gRPC, with the same results."""
 
 import dataclasses
 import functools

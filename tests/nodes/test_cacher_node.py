@@ -76,7 +76,7 @@ def test_misses_at_the_same_time_share_a_call(mode: str) -> None:
 
 
 def test_misses_at_the_same_time_get_a_stream_each(mode: str) -> None:
-    """They shared one: each got the items that the others did not take."""
+    """Regression: they shared a stream, and each got the items that the others did not take."""
     run, client = launched(mode, refresh_interval=60.0)
     with run:
         streams = [client.futures.stream() for _ in range(3)]

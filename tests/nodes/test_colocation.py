@@ -1,4 +1,4 @@
-"""Several nodes as one: in threads of one process, whatever the launch mode."""
+"""Several nodes as one: in threads of one process, in every launch mode."""
 
 import os
 import threading

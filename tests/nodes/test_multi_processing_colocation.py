@@ -1,4 +1,4 @@
-"""Several nodes as one: in a process each, whatever the launch mode."""
+"""Several nodes as one: in a process each, in every launch mode."""
 
 import os
 import signal

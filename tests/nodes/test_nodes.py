@@ -191,7 +191,7 @@ def test_the_number_of_handler_threads_is_an_option_of_the_node(mode: str) -> No
 
 @pytest.mark.parametrize("size", [-1, "4", 1.5, None])
 def test_a_size_of_the_pool_that_is_none_is_refused_at_setup(size: Any) -> None:
-    """With -1 the node came up, and never answered."""
+    """Regression: with -1 the node came up, and never answered."""
     with pytest.raises(ValueError, match=rf"thread_pool_size .*got {size!r}"):
         lp.CourierNode(Server, courier_kwargs={"thread_pool_size": size})
 

@@ -1,4 +1,4 @@
-"""What a node does with a function that does not run when it is called, or that comes back twice."""
+"""Functions that do not run when a node calls them, or that return twice."""
 
 import os
 import re
@@ -60,7 +60,7 @@ def test_what_only_looks_like_a_call_is_refused(make: Callable[[], lp.Node[Any]]
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_child_that_run_forks_is_no_second_node(tmp_path: Path) -> None:
-    """It used to report its own end as the node's, and to withdraw the node's server."""
+    """Regression: the child reported its own end as the node's, and withdrew the node's server."""
 
     class Forks:
         def run(self) -> None:

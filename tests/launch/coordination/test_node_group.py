@@ -1,4 +1,4 @@
-"""One node of a program as its users see it."""
+"""A node of a program as its users see it."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What becomes of a program's nodes when they end, in whatever order the news come."""
+"""The states of a program's nodes when they end, in any order of the news."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a kubelet does to the folders of a pod before it starts: their content, owner, group and mode.
+"""A kubelet's work on the folders of a pod before it starts: their content, owner, group and mode.
 
 Sources: kubernetes, pkg/volume/secret/secret.go (files have `defaultMode`, are root's, and the volume is read-only),
 pkg/volume/emptydir/empty_dir.go (mode 0777) and pkg/volume/volume_linux.go (with `fsGroup`: everything gets that group,

@@ -81,7 +81,7 @@ class PretendCluster:
             return self._pods()[index]
 
     def set_status(self, index: int, phase: str, container: Object | None = None, **status: Any) -> None:
-        """What a kubelet would write: its phase, the state of its container, and more."""
+        """Set what a kubelet would write: the pod's phase, the state of its container, and more."""
         pod = self.pod(index)
         states = [{"name": "sidecar", "state": {"running": {}}}, {"name": "agent", "state": container or {}}]
         with self._changed:
@@ -89,7 +89,7 @@ class PretendCluster:
             self._put("MODIFIED", "pods", changed)
 
     def end_watches(self) -> None:
-        """As a real one does, now and then."""
+        """End all watches, as a real server does now and then."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._is_watched, _WAIT_S), "nobody watches"
             self._is_watched = False
@@ -334,7 +334,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _verb_of(verb: str, name: str, query: dict[str, str]) -> str:
-    """As roles call it."""
+    """Return the verb as roles name it."""
     if verb != "get" or name:
         return verb
     return "watch" if "watch" in query else "list"

@@ -54,7 +54,7 @@ _LETTERS = "abcdefgh"
 
 
 def why_not() -> str:
-    """Why there can be no such hosts here; empty when there can."""
+    """Return why there can be no such hosts here, or an empty string."""
     if os.geteuid() != 0:
         return "pretend hosts need root"
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
@@ -88,16 +88,16 @@ class Hosts:
         return f"{self._nets[0]}{self.names.index(name) + 1}"
 
     def cut(self, name: str) -> None:
-        """Silent loss: nobody gets a FIN or RST."""
+        """Cut the connection silently: neither end gets a FIN or RST."""
         _run("ip", "-n", self._netns(name), "link", "set", "eth0", "down")
 
     def part(self) -> None:
-        """They do not reach each other any more, only the machine."""
+        """Let the hosts reach only the machine, and no longer each other."""
         for name in self.names:
             _run("bridge", "link", "set", "dev", f"{self._mark}{name}e0", "isolated", "on")
 
     def slow_down(self, name: str, bytes_per_s: int) -> None:
-        """What it sends from now on."""
+        """Slow down what the host sends from now on."""
         rate = ("rate", f"{8 * bytes_per_s}bit", "burst", "64kb", "latency", "200ms")
         _run("tc", "-n", self._netns(name), "qdisc", "add", "dev", "eth0", "root", "tbf", *rate)
 
@@ -116,7 +116,7 @@ class Hosts:
         init.wait()
 
     def wire(self, name: str) -> "Wire":
-        """In place of the host's cable, one that can be made slow, lossy, or one-way."""
+        """Replace the host's cable by one that can be made slow, lossy, or one-way."""
         netns = self._netns(name)
         (link,) = json.loads(_run("ip", "-n", netns, "-j", "link", "show", "eth0"))
         _run("ip", "-n", netns, "link", "del", "eth0")
@@ -223,7 +223,7 @@ class Hosts:
 
 
 def _networks(pid: int, number: int, *, is_ipv6: bool) -> list[str]:
-    """How the addresses in each begin."""
+    """Return how the addresses of each network begin."""
     if is_ipv6:
         return [f"fd4c:{pid & 0xFFFF:x}:{number}:{index}::" for index in range(2)]
     third = (pid // 128 * 8 + number) % 256

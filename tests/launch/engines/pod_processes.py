@@ -22,7 +22,7 @@ _BECOME = {"reuid": "runAsUser", "regid": "runAsGroup", "groups": "fsGroup"}
 
 
 def why_not() -> str:
-    """Why no such processes can be started here; empty when they can."""
+    """Return why no such processes can be started here, or an empty string."""
     if os.geteuid() != 0:
         return "only root can become another user"
     if shutil.which("setpriv") is None or shutil.which("unshare") is None:
@@ -32,7 +32,7 @@ def why_not() -> str:
 
 
 class PodProcesses:
-    """From construction until `close`. folder: where all of theirs is; other users may enter it, and root may write."""
+    """The processes of pods, until `close`. folder: has all their files; other users may enter it, root may write."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="lp-pods-", dir="/tmp"))  # the usual folder is ours alone

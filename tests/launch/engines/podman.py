@@ -34,7 +34,7 @@ IMAGE = "localhost/agent:1"
 
 
 def why_not() -> str:
-    """Why no pods can be run here; empty when they can."""
+    """Return why no pods can be run here, or an empty string."""
     if os.geteuid() != 0:
         return "podman as it is used here needs root"
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
@@ -42,7 +42,7 @@ def why_not() -> str:
 
 
 class Podman:
-    """With a storage of its own, from construction until `close`."""
+    """Pods with a storage of their own, from construction until `close`."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="lp-podman-"))
@@ -69,7 +69,7 @@ class Podman:
         )
 
     def execute(self, pod: dict[str, Any], command: list[str]) -> str:
-        """In its container; raises if it fails."""
+        """Run a command in the pod's container, and raise if it fails."""
         return self._run("exec", f"{pod['metadata']['name']}-agent", *command)
 
     def close(self) -> None:

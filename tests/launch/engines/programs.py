@@ -1,4 +1,4 @@
-"""What the tests of all engines launch, and how they wait."""
+"""Programs that the tests of all engines launch, and how they wait."""
 
 import os
 import re
@@ -53,7 +53,7 @@ def probes(count: int = 2, **resources: Any) -> lp.Program:
 
 
 def grown(run: lp.ElasticRun, num_hosts: int) -> bool:
-    """Whether an elastic run has so many hosts; if not, a checkpoint is saved, with which it may grow."""
+    """Return whether an elastic run has so many hosts; if not, save a checkpoint, with which it may grow."""
     folder = run.run_dir / "checkpoints"
     if run.num_hosts != num_hosts:
         (folder / f"step-{len(list(folder.glob('*'))) + 1:08}").mkdir(parents=True)
@@ -92,7 +92,7 @@ def trained(mode: str, channel: str = "auto", **options: Any) -> str:
 
 
 def char_gpt(folder: Path, mode: str, *flags: str) -> str:
-    """What the example says of its parameters after three steps, launched as users do."""
+    """Return the example's line about its parameters after three steps, launched as users do."""
     small = ("--seed=1", "--width=24", "--layers=2", "--heads=2", "--batch_size=8", "--context=32", "--sample_length=5")
     command = [
         sys.executable,
@@ -130,7 +130,7 @@ def are_gone(pids: Iterable[int]) -> bool:
 
 
 def seen_by_others(text: str) -> list[int]:
-    """The processes in whose command line or environment it is."""
+    """Return the processes in whose command line or environment the secret is."""
     found = []
     for pid in psutil.pids():
         for name in ("cmdline", "environ"):

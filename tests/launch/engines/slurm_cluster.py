@@ -54,7 +54,7 @@ _NODE = (
 
 
 def why_not() -> str:
-    """Why there can be no cluster here; empty when there can."""
+    """Return why there can be no cluster here, or an empty string."""
     if os.geteuid() != 0:
         return "Slurm's daemons need root"
     path = f"{os.environ.get('PATH', '')}:/usr/sbin"
@@ -84,7 +84,7 @@ class SlurmCluster:
         return done.stdout
 
     def allocation(self) -> "Allocation":
-        """All hosts, for who sets its environment."""
+        """Return the environment of a process in an allocation of all hosts."""
         return Allocation(self._environment(), self._folder / "allocation")
 
     def tasks(self) -> list[int]:
@@ -135,7 +135,7 @@ class SlurmCluster:
             time.sleep(0.1)
 
     def _start_munge(self, folder: Path) -> None:
-        """On a socket of its own: the system's, if there is one, is not touched."""
+        """Start munge on a socket of its own, beside the system's."""
         folder.mkdir(mode=0o700)
         key = folder / "key"
         key.write_bytes(os.urandom(1024))

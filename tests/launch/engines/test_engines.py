@@ -1,4 +1,4 @@
-"""Which engines there are, how users name hosts, and the engine that leaves the starting to a person."""
+"""The list of engines, the names of hosts, and the engine that leaves the starting to a person."""
 
 import importlib.metadata
 import os
@@ -55,7 +55,7 @@ def test_an_engine_is_made_from_its_name_and_its_own_options_only() -> None:
 
 
 class Elsewhere(Engine):
-    """As a package would bring it."""
+    """An engine as another package would bring it."""
 
     def __init__(self, hosts: str = "", **options: str) -> None:
         self.asked = hosts

@@ -38,13 +38,13 @@ def hosts() -> Iterator[namespaces.Hosts]:
 
 @pytest.fixture(scope="module")
 def wire(hosts: namespaces.Hosts) -> namespaces.Wire:
-    """To the second host, which has the second stage; the trainer is on the first."""
+    """Yield the wire to the second host, which has the second stage; the trainer is on the first."""
     return hosts.wire("h2")
 
 
 @pytest.fixture
 def run_dir(hosts: namespaces.Hosts, wire: namespaces.Wire) -> Iterator[Path]:
-    """On a disk that all hosts share (each has a /tmp of its own)."""
+    """Return a folder on a disk that all hosts share (each has a /tmp of its own)."""
     wire.tell("carry both", "delay 0", "loss 0")
     folder = Path(tempfile.mkdtemp(prefix="lp-network-", dir="/var/tmp"))
     yield folder
@@ -61,7 +61,7 @@ class Feeder:
 
 
 def program(run_dir: Path, pause_s: float) -> lp.Program:
-    """Its trainer writes the step that it has come to into a file, and at the end the fingerprint into another."""
+    """Return a program whose trainer writes its step into one file, and at the end the fingerprint into another."""
 
     def train(pipeline: pp.PipelineClient) -> None:
         checkpoints = Checkpoints({"pipeline": pipeline})

@@ -39,7 +39,7 @@ def invitation(folder: Path) -> Invitation:
 
 
 def failing(cluster: PretendCluster, tmp_path: Path, **options: str) -> str:
-    """What the error says; nothing is left."""
+    """Return the text of the launch's error, after which nothing is left."""
     failing = engine(cluster, **options)
     with pytest.raises(lp.LaunchError) as raised:
         failing.start(invitation(tmp_path))

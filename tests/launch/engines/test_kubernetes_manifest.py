@@ -1,4 +1,4 @@
-"""What is handed to a cluster: as a file for people to read, and by the schemas of Kubernetes and of JobSets."""
+"""Manifests: as a file for people to read, and by the schemas of Kubernetes and of JobSets."""
 
 import json
 import socket
@@ -82,7 +82,7 @@ def test_jobsets_know_every_field() -> None:
 
 
 def without_other_fields(schema: Any) -> Any:
-    """As strict as an API server that is asked to refuse, not to drop, what it does not know."""
+    """Make the schema as strict as an API server that refuses unknown fields."""
     if isinstance(schema, list):
         return [without_other_fields(one) for one in schema]
     if not isinstance(schema, dict):

@@ -34,7 +34,7 @@ class Node:
         return getpass.getuser()
 
     def write_files(self) -> list[str]:
-        """Where this user can: at home, among temporary files, in the run's folder and in shared memory."""
+        """Write where this user can: at home, among temporary files, in the run's folder and in shared memory."""
         folders = [Path.home(), Path(tempfile.gettempdir()), Path(lp.context().run_dir), Path("/dev/shm")]
         for folder in folders:
             (folder / f"file-of-{os.getpid()}").write_text("hello")

@@ -1,4 +1,4 @@
-"""A namespace may enforce the Pod Security Standard `restricted`: it takes our pods as they are.
+"""Our pods in a namespace that enforces the Pod Security Standard `restricted`.
 
 Source: kubernetes.io/docs/concepts/security/pod-security-standards, and the checks that enforce it, by whose names we
 call them: kubernetes, staging/src/k8s.io/pod-security-admission/policy/check_*.go, to those of version 1.38. Those of
@@ -89,12 +89,12 @@ def containers(pod: Object) -> list[Object]:
 
 
 def of_containers(pod: Object) -> list[Object]:
-    """Their security contexts."""
+    """Return the containers' security contexts."""
     return [one.get("securityContext", {}) for one in containers(pod)]
 
 
 def of_pod(pod: Object, container: Object | None = None) -> Object:
-    """Its own security context; with that of a container, which then comes first, where that says something."""
+    """Return the pod's security context together with that of a container, which comes first."""
     return {**pod["spec"].get("securityContext", {}), **(container or {})}
 
 

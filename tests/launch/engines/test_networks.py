@@ -1,4 +1,4 @@
-"""Which way tensors take between hosts, and what is said when there is none: hosts in namespaces, with real sshd."""
+"""The ways of tensors between hosts, and the error when there is none: hosts in namespaces, with real sshd."""
 
 import base64
 import re
@@ -43,7 +43,7 @@ def _clean(made: namespaces.Hosts) -> Iterator[namespaces.Hosts]:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[namespaces.Hosts]:
-    """With two networks."""
+    """Yield hosts with two networks."""
     yield from _clean(namespaces.Hosts(2, is_doubled=True))
 
 
@@ -62,7 +62,7 @@ def engine(hosts: namespaces.Hosts) -> SshEngine:
 
 
 def wide_pipeline(channel: str) -> tuple[lp.Program, pp.PipelineHandle]:
-    """Of two stages; a step sends 128 KiB each way."""
+    """Return a pipeline of two stages whose steps send 128 KiB each way."""
     model = pp.Model(
         [pp.Layer(torch.nn.Linear, WIDTH, WIDTH), pp.Layer(torch.nn.Linear, WIDTH, WIDTH)],
         torch.nn.functional.mse_loss,
@@ -208,7 +208,7 @@ print("closed", flush=True)
 
 
 def test_a_cut_link_ends_whoever_waits_at_a_gloo_channel_with_a_reason(doomed_hosts: namespaces.Hosts) -> None:
-    """Who waits for a value, for the rest of one whose beginning is here, and for a credit."""
+    """Wait for a value, for the rest of one whose beginning is here, and for a credit."""
     secret = base64.b64encode(generate_credentials().to_bytes()).decode()
     doomed_hosts.slow_down("h1", 10 << 20)
     with (

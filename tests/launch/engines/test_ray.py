@@ -1,4 +1,4 @@
-"""What the ray engine decides; test_ray_cluster.py has the real one."""
+"""The decisions of the ray engine; test_ray_cluster.py has the real one."""
 
 import socket
 import sys

@@ -66,7 +66,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def address(cluster: Any) -> Iterator[str]:
-    """After the test none of its agents is left, and nobody is connected to the cluster."""
+    """Yield the cluster's address. After the test, no agent is left, and no process is connected to the cluster."""
     import ray
 
     before = set(psutil.pids())
@@ -211,7 +211,7 @@ def test_an_elastic_run_starts_a_lost_agent_again_also_on_a_new_node_of_the_clus
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_node_of_the_cluster_that_dies_is_a_lost_host(cluster: Any, address: str) -> None:
-    """Its raylet is killed, and with it the actor; the last test, since the cluster is smaller now."""
+    """Kill a raylet and with it the actor. This test is the last one, since the cluster is smaller then."""
     run = lp.launch(probes(), "multi_host", **options(address))
     raylets = [int(run.client("probe", index).ask(os.getenv, "RAY_RAYLET_PID")) for index in range(2)]
     (node,) = cluster.worker_nodes

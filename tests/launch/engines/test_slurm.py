@@ -1,4 +1,4 @@
-"""What the slurm engine reads and writes; test_slurm_cluster.py has the real one."""
+"""The commands and outputs of the slurm engine; test_slurm_cluster.py has the real one."""
 
 import pytest
 

@@ -44,7 +44,7 @@ def cluster() -> Iterator[slurm_cluster.SlurmCluster]:
 
 @pytest.fixture
 def outside(cluster: slurm_cluster.SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On a host that submits. After the test no task is left on any host."""
+    """Submit from a host outside. After the test, no task is left on any host."""
     monkeypatch.setenv("SLURM_CONF", cluster.conf)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     yield
@@ -53,7 +53,7 @@ def outside(cluster: slurm_cluster.SlurmCluster, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def inside(cluster: slurm_cluster.SlurmCluster, outside: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In an allocation of all hosts."""
+    """Run in an allocation of all hosts."""
     allocation = cluster.allocation()
     for name, value in allocation.environment.items():
         monkeypatch.setenv(name, value)

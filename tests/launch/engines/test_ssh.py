@@ -30,14 +30,14 @@ def all_hosts() -> Iterator[namespaces.Hosts]:
 
 @pytest.fixture
 def hosts(all_hosts: namespaces.Hosts) -> Iterator[namespaces.Hosts]:
-    """After the test none of its processes is left on any host."""
+    """Yield the hosts. After the test, no process of it is left on any of them."""
     yield all_hosts
     until(lambda: not any(all_hosts.pids(name) for name in all_hosts.names), within_s=15)
 
 
 @pytest.fixture
 def doomed_hosts() -> Iterator[namespaces.Hosts]:
-    """For a test that breaks one."""
+    """Yield hosts for a test that breaks one."""
     made = namespaces.Hosts(2)
     yield made
     made.close()

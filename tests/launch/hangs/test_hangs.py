@@ -1,4 +1,4 @@
-"""Nodes that wait too long: who waits for whom is said, deadlocks are named, and what goes on is not accused."""
+"""Reports of hangs: they name each waiting node and its peer, name deadlocks, and accuse no node that goes on."""
 
 import contextlib
 import logging
@@ -48,7 +48,7 @@ class Peer:
 
 @contextmanager
 def launched(program: lp.Program, mode: str, run_dir: Path, limit_s: float | None = LIMIT_S) -> Iterator[lp.Run]:
-    """Whatever is stuck is left behind at once."""
+    """Launch with a short limit. Stuck nodes are left behind at once."""
     run = lp.launch(program, mode, grace=0.2, run_dir=run_dir, hang_after=limit_s)
     try:
         yield run
@@ -62,7 +62,7 @@ def reports(run: lp.Run) -> str:
 
 
 def is_stopped(stat: Path) -> bool:
-    """A thread, by its file in /proc."""
+    """Return whether a thread is stopped, by its file in /proc."""
     return stat.read_text().rpartition(")")[2].split()[0] == "T"
 
 

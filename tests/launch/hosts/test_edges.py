@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def pipeline(channel: str, **resources: Any) -> lp.Program:
-    """Of two stages."""
+    """Return a program with a pipeline of two stages."""
     layers = [pp.Layer(torch.nn.Linear, 1, 1), pp.Layer(torch.nn.Linear, 1, 1)]
     model = pp.Model(layers, torch.nn.functional.mse_loss, torch.optim.Adam)
     program = lp.Program("pipeline")

@@ -1,4 +1,4 @@
-"""What a host lacks, and this one has, comes with what to do."""
+"""A module that a host lacks and this one has: the error says what to do."""
 
 import socket
 from pathlib import Path

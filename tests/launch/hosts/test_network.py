@@ -1,4 +1,4 @@
-"""What --interface may say."""
+"""The values of --interface."""
 
 import socket
 from pathlib import Path

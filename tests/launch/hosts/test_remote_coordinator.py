@@ -1,4 +1,4 @@
-"""What an agent says for its nodes: few messages for many of them."""
+"""An agent's messages for its nodes: few messages for many nodes."""
 
 from concurrent.futures import Future
 from typing import Any, cast

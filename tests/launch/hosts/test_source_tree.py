@@ -1,4 +1,4 @@
-"""Which files of a folder are sources, and what a host keeps of them."""
+"""The files of a folder that are sources, and what a host keeps of them."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Which host each node gets: groups go over all hosts in blocks, and what does not fit is refused in words."""
+"""The host of each node: groups go over all hosts in blocks, and what does not fit is refused in words."""
 
 import dataclasses
 from pathlib import Path
@@ -220,7 +220,7 @@ def test_parts_of_one_node_share_its_host() -> None:
 
 
 def again(nodes: list[NodeSpec], on: dict[str, Hardware], lost: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Where those of a lost host go, and which GPUs they get."""
+    """Return the hosts and GPUs that the nodes of a lost host get."""
     places = place_on_hosts(nodes, on)
     moving = [spec for spec in nodes if places[spec.node_id].host == lost]
     staying = [spec for spec in nodes if spec not in moving]

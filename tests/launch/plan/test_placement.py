@@ -1,4 +1,4 @@
-"""Cores, GPUs, memory and hosts: who gets what, and what is refused."""
+"""The cores, GPUs, memory and host that each node gets, and the requests that are refused."""
 
 import os
 import socket

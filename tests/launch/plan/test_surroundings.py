@@ -1,4 +1,4 @@
-"""What nodes on another host find around them."""
+"""The surroundings of nodes on another host."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """One that other users may enter."""
+    """Return a folder that other users may enter."""
     with tempfile.TemporaryDirectory(prefix="lp-cwd-", dir="/tmp") as made:
         os.chmod(made, 0o755)
         yield Path(made)

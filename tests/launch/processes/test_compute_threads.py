@@ -1,4 +1,4 @@
-"""How many threads nodes compute with; in thread mode for as long as the program runs."""
+"""The number of threads with which nodes compute; in thread mode for as long as the program runs."""
 
 import threading
 

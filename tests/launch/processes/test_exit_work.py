@@ -1,4 +1,4 @@
-"""What a node leaves to the end of its process: forked nodes end as every Python process does."""
+"""The work at the end of a node's process: forked nodes end as every Python process does."""
 
 import atexit
 import gzip
@@ -31,7 +31,7 @@ class WritesWhenCollected:
 
 
 class WarnsWhenAskedForItsClass:
-    """As `torch.distributed.reduce_op` does."""
+    """An object that warns as `torch.distributed.reduce_op` does."""
 
     def __getattribute__(self, name: str) -> Any:
         print(f"asked for {name}")

@@ -1,4 +1,4 @@
-"""How malloc is set up for nodes, next to what the user has set."""
+"""The settings of malloc for nodes, next to what the user has set."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the launcher says to a node's process: also to one that does not listen."""
+"""The launcher's messages to a node's process, also to one that does not listen."""
 
 import socket
 import threading

@@ -26,7 +26,7 @@ def launched(tmp_path: Path, function: Callable[[], None], **options: object) ->
 
 
 def talk(run: lp.Run, commands: str, node: str = "x/0") -> str:
-    """What is shown to a user who attaches, types these lines, and leaves."""
+    """Return what a user sees who attaches, types these lines, and leaves."""
     until(lambda: node in waiting_nodes(run.run_dir), WITHIN_S)
     reading, writing = os.pipe()
     os.write(writing, commands.encode())

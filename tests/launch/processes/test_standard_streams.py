@@ -1,4 +1,4 @@
-"""What nodes print is in their files, whatever has become of the launcher's own streams."""
+"""The output of nodes reaches their files, whatever has become of the launcher's own streams."""
 
 import subprocess
 import sys
