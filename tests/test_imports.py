@@ -1,4 +1,4 @@
-"""What importing costs: no engine, no torch, no gRPC, nothing that reads the network or starts threads."""
+"""The costs of an import: no engine, no torch, no gRPC, nothing that reads the network or starts threads."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What lp_pipe does where Python's standard library or cloudpickle has lost its private parts."""
+"""Behaviour where Python's standard library or cloudpickle has lost its private parts."""
 
 import ast
 import enum

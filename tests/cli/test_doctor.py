@@ -36,30 +36,6 @@ def test_what_fails_has_a_line_with_the_command_that_fixes_it(folder: Path) -> N
     assert lines[place + 1].startswith("                     fix: ulimit -n ")
 
 
-def test_a_state_folder_that_cannot_be_written_is_named(
-    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "file").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "file"))
-    monkeypatch.delenv("LP_PIPE_RUNS", raising=False)
-    done = command("doctor", "--json")
-    check = by_name(done.stdout)["run folder"]
-    assert (done.returncode, check["level"]) == (0, "warn")
-    assert check["text"].startswith(f"{folder}/file/lp_pipe/runs cannot be written (Not a directory): ")
-
-
-def test_a_temporary_folder_with_a_long_path_is_named(
-    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long = folder / ("x" * 80)
-    long.mkdir()
-    monkeypatch.setenv("TMPDIR", str(long))
-    checks = by_name(command("doctor", "--json").stdout)
-    assert checks["unix socket"]["level"] == "warn"
-    assert checks["unix socket"]["text"] == f"the path of {long} is too long for sockets; /tmp is used instead"
-    assert [path for path in long.iterdir() if not path.name.startswith("torchinductor_")] == []  # torch leaves that
-
-
 def run_doctor(prelude: str) -> tuple[int, dict[str, dict[str, str]]]:
     """Run `lp_pipe doctor` in an interpreter that has first run the prelude."""
     code = f"{prelude}\nfrom lp_pipe.cli.main import main; raise SystemExit(main(['doctor', '--json']))"
@@ -68,13 +44,26 @@ def run_doctor(prelude: str) -> tuple[int, dict[str, dict[str, str]]]:
     return done.returncode, by_name(done.stdout)
 
 
-def test_a_torch_that_pipelines_were_not_tested_with_is_a_warning() -> None:
+def test_what_is_worse_than_usual_is_a_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give one run an unwritable state folder, a temporary folder with a long path, and a torch newer than tested."""
+    (folder / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "file"))
+    monkeypatch.delenv("LP_PIPE_RUNS", raising=False)
+    long = folder / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
     newer = f"{NEWEST[0]}.{NEWEST[1] + 1}.0"
     status, checks = run_doctor(
         "import importlib.metadata as m; version = m.version; "
         f"m.version = lambda name: '{newer}' if name == 'torch' else version(name)"
     )
-    assert (status, checks["torch"]["level"], checks["pipeline"]["level"]) == (0, "warn", "ok")
+    assert status == 0
+    assert checks["run folder"]["level"] == "warn"
+    assert checks["run folder"]["text"].startswith(f"{folder}/file/lp_pipe/runs cannot be written (Not a directory): ")
+    assert checks["unix socket"]["level"] == "warn"
+    assert checks["unix socket"]["text"] == f"the path of {long} is too long for sockets; /tmp is used instead"
+    assert [path for path in long.iterdir() if not path.name.startswith("torchinductor_")] == []  # torch leaves that
+    assert (checks["torch"]["level"], checks["pipeline"]["level"]) == ("warn", "ok")
     assert newer in checks["torch"]["text"] and WANTED in checks["torch"]["fix"]
 
 

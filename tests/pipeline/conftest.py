@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture
 def without_torch() -> None:
-    """In place of tests/conftest.py's: loading torch in each stage by itself would take a second of each."""
+    """Let templates preload torch: otherwise each stage needs a second to load it."""

@@ -18,7 +18,7 @@ from tests.pipeline.plain_loop import chunk, layers_of, needs_metric
 
 @dataclass(frozen=True)
 class Rule:
-    """Of one stage: micro-batches per update, updates before one counts, replicas with sums of their own."""
+    """The rule of one stage: micro-batches per update, updates before one counts, replicas with sums of their own."""
 
     every: int
     delay: int
@@ -38,7 +38,7 @@ def buffered(stages: int) -> list[Rule]:
 
 
 class DelayedLoop:
-    """Trains a pp.Model whose stages begin at layers 0, *cuts, one micro-batch after the other.
+    """A loop that trains a pp.Model with stages from layers 0, *cuts, one micro-batch after the other.
 
     Where stages update after different numbers of micro-batches, they take the mean of these.
     """

@@ -79,7 +79,7 @@ class PlainLoop:
         return [self.step(batch) for batch in batches]
 
     def output(self, x: Any) -> Any:
-        """In eval mode; whoever was in eval mode before stays so."""
+        """Compute in eval mode; a module that was in eval mode before stays so."""
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         x = self._on_device(x)
@@ -96,7 +96,7 @@ class PlainLoop:
             return float(self._loss(output, self._on_device(batch[1])))
 
     def learning_rates(self) -> dict[str, float]:
-        """Of the next step."""
+        """Return the learning rates of the next step."""
         rates = {parameter: group["lr"] for group in self.optimizer.param_groups for parameter in group["params"]}
         return {name: float(rates[p]) for name, p in self.module.named_parameters() if p.requires_grad}
 
@@ -107,7 +107,7 @@ class PlainLoop:
         return tree_map_only(Tensor, lambda tensor: tensor.to(self.device), value)
 
     def _set_aside(self, microbatch: int) -> None:
-        """With replicas: keep what each one has summed up so far apart."""
+        """Keep each replica's sums apart."""
         if self.replicas is None:
             return
         for name, parameter in self.module.named_parameters():
@@ -148,7 +148,7 @@ class PlainLoop:
 
 
 def needs_metric(scheduler: Any) -> bool:
-    """As ReduceLROnPlateau's, whose user says when it is stepped."""
+    """Return whether the scheduler is stepped with a metric by the user, as ReduceLROnPlateau is."""
     parameters = inspect.signature(scheduler.step).parameters.values()
     return any(parameter.default is inspect.Parameter.empty for parameter in parameters)
 
@@ -204,7 +204,7 @@ class Feeder:
 
 
 def random_batches(sizes: Sequence[int], *shape: int) -> list[tuple[Tensor, Tensor]]:
-    """One batch for each size; another one for each position."""
+    """Return one batch for each size; each position has another one."""
     generator = torch.Generator().manual_seed(len(sizes))
     shape = shape or (T, D)
     return [

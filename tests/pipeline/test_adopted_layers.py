@@ -84,7 +84,7 @@ class FirstWeight(nn.Module):
 
 
 def shared_model() -> pp.Model:
-    """Of which nearly all that a stage has is also in another stage, in the loss, or in the optimizer's function."""
+    """Return a model whose stages share nearly all they have with another stage, the loss, or the optimizer."""
     torch.manual_seed(0)
     first, last = linear(), linear()
     layers = [first, FirstWeight(first), linear(), last]

@@ -32,7 +32,7 @@ def model(**options: Any) -> pp.Model:
 
 
 def freeze(modules: dict[str, nn.Module]) -> list[str]:
-    """What a user does to layers that may be on any stage."""
+    """Freeze layers as a user does, on any stage."""
     for name, module in modules.items():
         if name == "0":
             module.requires_grad_(False)

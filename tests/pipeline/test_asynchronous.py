@@ -1,5 +1,4 @@
-"""Asynchronous 1F1B: every stage uses weights exactly as old as the papers say, and trains what a single process does
-whose gradients are that late."""
+"""Asynchronous 1F1B: stages use weights exactly as old as the papers say, with the bits of one process."""
 
 import itertools
 from collections.abc import Sequence
@@ -101,7 +100,7 @@ def test_replicas_of_a_stage_update_together_after_each_round(
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 def test_results_do_not_depend_on_whether_the_pipeline_runs_empty_between_steps(schedule: str) -> None:
-    """One step at a time; full; with evaluations between; with own batches: the same to the bit."""
+    """Train one step at a time, full, with evaluations between, and with own batches: all have the same bits."""
     model = model_with_everything(loss=squared_error)
     options = {"stages": CUTS, "schedule": schedule, "microbatches": 4}
     with launched_many("thread", [(model, BATCHES, options)] * 4) as (alone, full, evaluated, given):
@@ -118,7 +117,7 @@ def test_results_do_not_depend_on_whether_the_pipeline_runs_empty_between_steps(
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 def test_a_step_reports_the_mean_of_its_micro_batches_also_where_losses_are_sums(schedule: str) -> None:
-    """It was their sum, which is that of no update; metrics are means, too."""
+    """Regression: the result was the sum, which is that of no update. Metrics are means, too."""
 
     def summed(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, float]]:
         return (output - target).square().sum(), {"samples": len(target)}

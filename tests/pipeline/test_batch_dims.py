@@ -54,7 +54,7 @@ class Lengths(nn.Module):
 
 
 def plain_losses(layers: list[nn.Module], batches: list[tuple[Any, Tensor]]) -> list[float]:
-    """Of the micro-batches, which here are made by hand."""
+    """Return the losses of the micro-batches, which here are made by hand."""
     return [flat_loss(nn.Sequential(*layers)(x), y).item() for x, y in batches]
 
 

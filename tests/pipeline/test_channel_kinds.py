@@ -1,4 +1,4 @@
-"""A pipeline trains to the same bits whichever way its tensors travel."""
+"""Every kind of channel: a pipeline trains to the same bits over each of them."""
 
 import gc
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_every_kind_of_channel_trains_to_the_same_bits(kind: str) -> None:
 
 @pytest.mark.skipif(not kinds.is_shm_supported(), reason="no memfd_create")
 def test_stages_that_join_their_neighbours_again_give_the_old_channels_memory_back(tmp_path: Path) -> None:
-    """It went when Python's collector came by, which counts objects: gigabytes are three of them."""
+    """Regression: the memory was freed when Python's collector came by, which counts three objects, not gigabytes."""
     with launched("thread", model_with_everything(), BATCHES, channel="shm", **OPTIONS) as pipeline:
         held = []
         pipeline.save(str(tmp_path / "saved"))
@@ -58,7 +58,7 @@ def test_stages_that_join_their_neighbours_again_give_the_old_channels_memory_ba
 
 
 def test_every_kind_of_channel_between_processes_trains_to_the_same_bits() -> None:
-    """With "auto" the tests of exactness do it."""
+    """The tests of exactness train with "auto"."""
     pipelines = [(model_with_everything(), BATCHES, {"channel": kind, **OPTIONS}) for kind in ("grpc", "gloo")]
     with launched_many("process", pipelines) as clients:
         for client in clients:
@@ -78,7 +78,7 @@ def test_nccl_to_a_stage_on_the_cpu_is_refused_at_setup(device: str | list[str])
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_on_a_host_without_a_gpu_fails_the_start() -> None:
-    """With device="auto" it is only there that anybody knows."""
+    """With device="auto" the launcher cannot know that there is no GPU."""
     with (
         pytest.raises(Exception, match=r"channel kind 'nccl' joins two GPUs, and this end is on the CPU"),
         launched("thread", model_with_everything(), BATCHES, stages=2, microbatches=2, channel="nccl") as pipeline,

@@ -151,7 +151,7 @@ def test_processes_write_and_read_the_same_checkpoints(tmp_path: Path) -> None:
 
 
 def test_loading_a_checkpoint_from_before_the_first_step_forgets_the_momentum(tmp_path: Path) -> None:
-    """It has no optimizer state; what the pipeline had gathered since was left in place, and used."""
+    """Regression: such a checkpoint has no optimizer state, so the pipeline went on with its own."""
     model = model_with_everything(optimizer=sgd)
     with launched("thread", model, BATCHES, microbatches=2) as pipeline:
         pipeline.save(tmp_path)
@@ -208,7 +208,7 @@ class Refused:
         self.pipeline, self.folder = pipeline, folder
 
     def by(self, kind: type[Exception], message: str) -> None:
-        """It is refused, and the pipeline goes on as if nothing had been asked."""
+        """Assert that the load is refused, and that the pipeline goes on as if nothing had been asked."""
         before = self.pipeline.fingerprint(), self.pipeline.current_step()
         with pytest.raises(kind, match=message):
             self.pipeline.load(self.folder)
@@ -250,7 +250,7 @@ def test_what_is_no_whole_checkpoint_is_refused_and_changes_nothing(tmp_path: Pa
 
 
 class Acts:
-    """What a pickle may do that is more than data."""
+    """An object whose pickle does more than a pickle of data may."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -328,7 +328,7 @@ class Observes(nn.Module):
 
 
 def test_buffers_that_the_first_forward_makes_longer_are_trained_saved_and_loaded(tmp_path: Path) -> None:
-    """Their own lengths were refused as another model's, evaluate failed, and what had been sent could not grow."""
+    """Regression: such lengths were refused as another model's, evaluate failed, and sent buffers could not grow."""
     model = pp.Model([Observes(), Observes(), Observes()], squared_error, adam)
     plain = PlainLoop(model, 4)
     with launched("thread", model, stages=2, microbatches=4) as pipeline:
@@ -390,7 +390,7 @@ def test_buffers_that_a_failed_step_has_made_longer_are_short_again() -> None:
 
 
 class Splits(nn.Module):
-    """For a Stash."""
+    """A layer for a Stash."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,7 +401,7 @@ class Splits(nn.Module):
 
 
 class Joins(Splits):
-    """For a Pop."""
+    """A layer for a Pop."""
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:  # type: ignore[override]
         y: Tensor = self.inner(x) + skip
@@ -409,7 +409,7 @@ class Joins(Splits):
 
 
 class Transposed(nn.Module):
-    """Its first version kept the weight as nn.Linear does."""
+    """A layer whose first version kept the weight as nn.Linear does."""
 
     _version = 2
 
@@ -429,7 +429,7 @@ class Transposed(nn.Module):
 def test_modules_are_told_in_which_version_of_theirs_a_state_was_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They took each for an old one: loading and going back transposed the weights, in silence."""
+    """Regression: each state counted as an old one, so that loading and going back silently transposed the weights."""
     layers = [nn.Linear(D, D), Transposed(), pp.Stash("skip", Splits()), pp.Pop("skip", Joins())]
     model = pp.Model(layers, squared_error, adam)
     with launched("thread", model, BATCHES, stages=2, microbatches=4) as pipeline:
@@ -471,7 +471,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_changes_nothing(tmp_pa
 
 
 def test_adams_checkpoint_is_not_adamws(tmp_path: Path) -> None:
-    """They have the same options, and one of these says which it is: AdamW went on as Adam, in silence."""
+    """Regression: their options are alike, one of which tells them apart, and AdamW silently went on as Adam."""
     layers = [pp.Layer(nn.Linear, D, D), pp.Layer(nn.Linear, D, D)]
     with launched("thread", pp.Model(layers, squared_error, torch.optim.Adam), BATCHES, stages=2) as pipeline:
         pipeline.step()
@@ -585,7 +585,7 @@ def test_a_checkpoint_that_cannot_be_replaced_stays_whole(tmp_path: Path) -> Non
 
 
 def test_a_place_that_is_none_is_refused_with_where_to_save(tmp_path: Path) -> None:
-    """None was a folder called "None", and a file a bare "File exists"."""
+    """Regression: None was a folder called "None", and a file a bare "File exists"."""
     (tmp_path / "model.pt").write_text("taken")
     before = sorted(Path().iterdir())
     with launched("thread", pp.Model([nn.Linear(1, 1)], squared_error, sgd), stages=1) as pipeline:
@@ -636,7 +636,7 @@ def test_a_share_that_cannot_be_written_leaves_the_old_checkpoint_and_no_memory_
 def test_saving_to_a_folder_again_before_it_is_written_leaves_the_newer_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    """Who ended first deleted the other's files, for those of an older checkpoint; then there could be none at all."""
+    """Regression: the save that ended first deleted the other's files, and there was no checkpoint at all."""
     is_writing, is_overtaken = threading.Event(), threading.Event()
 
     class Slow(Shares):

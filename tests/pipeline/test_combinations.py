@@ -1,4 +1,4 @@
-"""Many features in one program: whatever is combined, and in whatever order, the bits are the plain loop's."""
+"""Many features in one program: in every combination and order the bits are the plain loop's."""
 
 import tempfile
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def _step(pipeline: pp.PipelineClient, plain: PlainLoop) -> None:
 
 
 def _fail(pipeline: pp.PipelineClient, plain: PlainLoop) -> None:
-    """In the last micro-batch."""
+    """Fail in the last micro-batch."""
     x, y = batch_of(plain.steps_done)
     with pytest.raises(lp.RemoteError):
         pipeline.step((x, y[..., :-1]))

@@ -1,4 +1,4 @@
-"""A data set as feeder: one line, the same batches for whoever asks, and after a resume in mid-epoch."""
+"""A data set as feeder, in one line: every stage gets the same batches, also after a resume within an epoch."""
 
 import random
 from collections.abc import Iterator

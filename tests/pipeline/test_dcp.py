@@ -29,7 +29,7 @@ def write(
     version: str = "step-3-a",
     tied: Sequence[Sequence[EntryKey]] = (),
 ) -> None:
-    """As the conductor and its workers do."""
+    """Write as the conductor and its workers do."""
     folder.mkdir(exist_ok=True)
     writers = [Share({ENTRY: MANIFEST.as_entry(), **share}, copy=False) for share in shares]
     whole = WholePlan([writer.describe() for writer in writers], tied)
@@ -135,7 +135,7 @@ def test_a_folder_is_the_old_checkpoint_until_it_is_the_new_one(
 def test_the_older_files_stay_until_the_new_name_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power cut could undo the renaming of the metadata, whose files had been deleted."""
+    """Regression: a power cut could undo the metadata's renaming, whose older files had been deleted."""
     there: list[list[str]] = []
 
     def fsync(descriptor: int) -> None:

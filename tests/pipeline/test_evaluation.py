@@ -63,7 +63,7 @@ def test_an_evaluation_is_a_mean_over_its_batches() -> None:
 
 
 def test_an_output_is_that_of_plain_torch_without_gradients() -> None:
-    """Where torch takes another path than with them, as nn.TransformerEncoder does, whose last bits differ then."""
+    """Without gradients nn.TransformerEncoder takes another path, whose last bits differ."""
     model = pp.Model([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)], squared_error, sgd)
     x = random_batches([5], 8)[0][0]
     with launched("thread", model, stages=2, microbatches=2) as pipeline:

@@ -116,7 +116,7 @@ def test_a_step_tells_the_norm_of_its_gradients_before_clipping(clip: float | No
 @pytest.mark.parametrize("more", [0, 3])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_dualpipev_trains_to_the_same_bits(stages: int, more: int) -> None:
-    """It wants two micro-batches a stage, but some batches do not have as many samples."""
+    """The schedule wants two micro-batches a stage, but some batches have fewer samples."""
     model, microbatches = model_with_everything(), 2 * stages + more
     options = {"stages": stages, "schedule": "dualpipev", "microbatches": microbatches, "clip_grad_norm": 0.1}
     with launched("thread", model, BATCHES, **options) as pipeline:
@@ -135,7 +135,7 @@ def test_all_synchronous_schedules_leave_the_same_fingerprint() -> None:
 
 @pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_stages_may_be_on_any_worker(mode: str) -> None:
-    """Such as the first one on the last worker, and two that do not follow one another on one."""
+    """Put the first stage on the last worker, and two that do not follow one another on one."""
     order = {0: 2, 1: 1, 2: 0, 3: 1}
     stages_of = [[stage for stage in order if order[stage] == worker] for worker in range(3)]
     rows = [
@@ -186,7 +186,7 @@ def test_batches_that_the_client_brings_train_to_the_same_bits() -> None:
 
 
 def noisy_error(output: Tensor, target: Tensor) -> Tensor:
-    """As of a diffusion, or of a VAE's sample."""
+    """Return a loss that draws, as of a diffusion, or of a VAE's sample."""
     return squared_error(output, target + torch.randn_like(target))
 
 
@@ -410,7 +410,7 @@ def _conjugate(x: Tensor) -> Tensor:
 
 
 class SwapsTwice(nn.Module):
-    """Its gradient is laid out with the second dimension in front."""
+    """A layer whose gradient is laid out with the second dimension in front."""
 
     def __init__(self) -> None:
         super().__init__()

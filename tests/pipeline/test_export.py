@@ -63,7 +63,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
 
 @needs_disks
 def test_a_full_disk_is_named_and_the_older_export_stays(tmp_path: Path) -> None:
-    """It was an error of the safetensors package; on the command line, a traceback."""
+    """Regression: it was an error of the safetensors package, and a traceback on the command line."""
 
     def body() -> None:
         disks.mount_small(tmp_path / "disk", "64k")
@@ -83,7 +83,7 @@ def test_a_full_disk_is_named_and_the_older_export_stays(tmp_path: Path) -> None
 def test_an_export_is_on_the_disk_before_it_takes_the_place_of_an_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power cut an empty file could be in the place of the older one."""
+    """Regression: after a power cut an empty file could be in the place of the older one."""
     path = tmp_path / "model.safetensors"
     path.write_text("the older one")
     seen = []

@@ -11,7 +11,7 @@ from tests.pipeline.plain_loop import adam, launched, squared_error
 
 
 def no_layer() -> nn.Module:
-    """Only a worker cannot build it; the program's setup can."""
+    """Build the layer in the program's setup, and fail in a worker."""
     node = current_context()
     if node is None:
         return nn.Linear(4, 4)

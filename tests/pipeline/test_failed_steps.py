@@ -89,7 +89,7 @@ def test_a_skipped_step_that_fails_leaves_the_one_before_it_alone() -> None:
 
 
 class _Odd(Exception):
-    """Neither its notes nor its message are what Python expects."""
+    """An exception whose notes and message are not what Python expects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_an_exception_whose_attributes_raise_fails_the_step_and_nothing_else(sta
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_an_exception_that_takes_no_notes_and_has_no_message_reaches_the_caller(stage: int) -> None:
-    """It used to come as a TypeError about its notes; its message ended the thread that was to answer."""
+    """Regression: the caller got a TypeError about its notes, and its message ended the thread that answers."""
     layers = [nn.Linear(D, D), nn.Linear(D, D)]
     layers.insert(2 * stage, _RaisesOdd())
     bad = torch.full_like(BATCHES[0][0], float("nan")), BATCHES[0][1]
@@ -210,7 +210,7 @@ def test_a_scheduler_that_fails_on_all_stages_alike_leaves_them_at_one_step(tmp_
 
 
 class _LoadsOnce(nn.Linear):
-    """There is no room for its weights a second time."""
+    """A layer without room for its weights a second time."""
 
     def load_state_dict(self, *args: Any, **options: Any) -> Any:
         if getattr(self, "is_loaded", False):
@@ -296,7 +296,7 @@ class _Leaves(torch.optim.SGD):
 def test_an_update_that_ends_in_an_exit_has_failed_as_well(
     leaves: type[BaseException], schedule: str, tmp_path: Path
 ) -> None:
-    """On the first stage, which conducts the others, it went unnoticed: the next step began with half an update."""
+    """Regression: on the conducting stage it went unnoticed, and the next step began with half an update."""
 
     def optimizer(named: Any) -> _Leaves:
         made = _Leaves([parameter for _, parameter in named], lr=0.1)
@@ -348,7 +348,7 @@ class LeavesOut(nn.Module):
 
 @pytest.mark.parametrize("foreach", [True, False])
 def test_clipping_leaves_parameters_without_gradients_alone(foreach: bool) -> None:
-    """And the groups of one parameter each have their own options."""
+    """Groups of one parameter each have options of their own."""
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         groups = [{"params": [p], "lr": 0.1 / (1 + len(name))} for name, p in parameters]

@@ -1,4 +1,4 @@
-"""A stage that fails in the middle of a step: who is told what, and that nothing hangs or is half done."""
+"""Stages that fail within a step: each caller is told why, nothing hangs, and nothing is half done."""
 
 import contextlib
 import os
@@ -210,7 +210,7 @@ SPLIT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("mode", "name"), [*(("thread", name) for name in SPLIT), ("process", "zbv")])
 def test_both_parts_of_a_backward_may_fail(mode: str, name: str, tmp_path: Path, no_leaks: None) -> None:
-    """What the other stages have deferred is forgotten, or it would be added to the next step's gradients."""
+    """Forget what the other stages have deferred, or it would be added to the next step's gradients."""
     model = model_with_weight_traps(tmp_path)
     plain = PlainLoop(model, 4)
     with launched(mode, model, BATCHES, **SPLIT[name]) as pipeline:
@@ -273,7 +273,7 @@ def test_a_loss_that_raises_is_the_last_stages_failure(tmp_path: Path, no_leaks:
 
 
 class FailsOnce(torch.optim.SGD):
-    """Its first step raises."""
+    """An optimizer whose first step raises."""
 
     failures = 1
 
@@ -285,7 +285,7 @@ class FailsOnce(torch.optim.SGD):
 
 
 def test_an_optimizer_that_raises_leaves_no_gradients_behind(no_leaks: None) -> None:
-    """They were added to those of the next step."""
+    """Regression: they were added to those of the next step."""
     optimizers: list[Any] = []
 
     def optimizer(parameters: Sequence[Any]) -> torch.optim.Optimizer:

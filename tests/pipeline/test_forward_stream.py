@@ -94,7 +94,7 @@ class AlwaysDropout(nn.Module):
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_what_draws_in_eval_mode_too_draws_the_same_for_each_input(stages: int) -> None:
-    """Whatever else is on the way with it, which depends on the number of stages."""
+    """The numbers do not depend on the inputs on the way beside it, which depend on the number of stages."""
     model = pp.Model([pp.Layer(nn.Linear, D, D), pp.Layer(AlwaysDropout)], squared_error, adam)
     batches = random_batches([1, 3, 2, 5, 1, 2, 4])
     with launched("thread", model, stages=stages) as pipeline:

@@ -188,7 +188,7 @@ MODELS: dict[str, tuple[list[pp.Layer], Any, list[tuple[Any, Any]]]] = {
 
 
 def _trainable_only(parameters: Any) -> torch.optim.Optimizer:
-    """As many write it; torch refuses an empty list."""
+    """Return only trainable parameters, as many users do; torch refuses an empty list."""
     return torch.optim.AdamW([p for _, p in parameters if p.requires_grad], lr=0.01)
 
 
@@ -225,7 +225,7 @@ class Compact:
 
 
 class Box(dict[str, Any]):
-    """As users write them, for attributes: torch's pytree knows plain dicts only."""
+    """A dict with attributes, as users write them: torch's pytree knows plain dicts only."""
 
     __getattr__ = dict.__getitem__
 
@@ -306,7 +306,7 @@ def test_what_is_told_of_a_pipeline_with_sparse_buffers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_an_object_that_hides_tensors_crosses_no_cut(kind: str) -> None:
-    """The tensors in it went along as data, so the stages before the cut were not trained, and nobody said so."""
+    """Regression: its tensors went along as data, so the stages before the cut were silently not trained."""
     model = pp.Model([LINEAR, pp.Layer(Wraps, kind), pp.Layer(Unwraps), LINEAR], squared_error, adam)
     name, tensor = kind.split()
     with launched("thread", model, BATCHES, stages=[2], microbatches=1) as pipeline:
@@ -320,7 +320,7 @@ def test_an_object_that_hides_tensors_crosses_no_cut(kind: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_layers_that_checkpoint_draw_the_same_while_other_threads_draw(schedule: str) -> None:
-    """They set torch's generator in the backward, in the middle of another stage's forward."""
+    """Regression: they set torch's generator in the backward, in the middle of another stage's forward."""
     model = pp.Model([pp.Layer(Checkpointed) for _ in range(6)], squared_error, sgd)
     plain = PlainLoop(model, 6)
     with launched("thread", model, BATCHES, stages=3, schedule=schedule, microbatches=6) as pipeline:
@@ -342,7 +342,7 @@ class Thaws(nn.Module):
 
 
 def test_a_layer_may_thaw_in_a_stage_that_has_an_optimizer_and_is_refused_in_one_that_has_none() -> None:
-    """There its gradients were dropped, step by step."""
+    """Regression: without an optimizer its gradients were dropped, step by step."""
     model = pp.Model([LINEAR, pp.Layer(Thaws), LINEAR], squared_error, adam)
     plain = PlainLoop(model, 2)
     with launched("thread", model, BATCHES, stages=[1], microbatches=2) as pipeline:
@@ -374,7 +374,7 @@ class Hides(nn.Module):
     "options", [{"stages": 1}, {"stages": 2}, {"stages": 1, "schedule": "zbv"}, {"stages": 1, "replicas": 2}], ids=str
 )
 def test_a_target_stays_as_it_was_given_though_it_is_the_input_too(options: dict[str, Any], fed: bool) -> None:
-    """In one stage a layer wrote to it, or not, by chance: where the message had begun in memory decided."""
+    """Regression: in one stage a layer wrote to it by chance, by the place of the message in memory."""
     model = pp.Model([Hides(), nn.Linear(D, D)], squared_error, sgd)
     batches = [(x, x) for x, _ in BATCHES]
     plain = PlainLoop(model, 2)
@@ -391,7 +391,7 @@ def test_a_target_stays_as_it_was_given_though_it_is_the_input_too(options: dict
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_backward_that_draws_draws_the_same_in_every_mode_and_after_a_resume(schedule: str, tmp_path: Path) -> None:
-    """It drew from the process's generator, as that was by chance."""
+    """Regression: it drew from the process's generator, in any state."""
     model = pp.Model([LINEAR, pp.Layer(NoisyGradient), LINEAR], squared_error, adam)
     options: dict[str, Any] = {"stages": [1], "microbatches": 3, "schedule": schedule}
     with launched("thread", model, BATCHES, **options) as pipeline:

@@ -1,4 +1,4 @@
-"""What a loss function returns beside its scalar: one value for a step, and one for an evaluation."""
+"""The metrics that a loss function returns beside its scalar: one value for a step, and one for an evaluation."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -54,7 +54,7 @@ def test_activations_are_as_many_as_the_schedule_says(schedule: str) -> None:
 
 
 def test_what_waits_for_a_w_is_counted() -> None:
-    """It was not, and profile_memory said 162 MiB of a process that took 258."""
+    """Regression: profile_memory found 162 MiB in a process that took 258."""
     first, last = memory_of("zb_h1", "none")  # F0 F1 I0 W0 F2 I1 W1 ... and F0 I0 F1 I1 W0 F2 I2 W1 ...
     assert first.deferred_bytes == ACTIVATION  # the gradient of its output: all of its backward is left to W
     assert first.activation_bytes == 2 * first.stash_bytes + first.deferred_bytes
@@ -68,7 +68,7 @@ def test_what_waits_for_a_w_is_counted() -> None:
 def test_an_asynchronous_stage_holds_its_activations_and_older_weights(
     schedule: str, versions: tuple[int, int], steps: int
 ) -> None:
-    """Those of `partition`: as many micro-batches as there are stages from this one on; PipeDream, section 3.3."""
+    """It holds as many micro-batches as there are stages from this one on; PipeDream, section 3.3."""
     model = pp.Model([pp.Layer(block) for _ in range(2 * LAYERS)], loss, adam)
     batches = random_batches([4 * ROWS] * 6, WIDTH)
     options = {"stages": [LAYERS], "schedule": schedule, "microbatches": 4}
@@ -129,7 +129,7 @@ def test_parameters_gradients_and_state_are_counted() -> None:
 
 
 def test_sparse_gradients_are_counted() -> None:
-    """Such as those of Embedding(sparse=True); torch does not say their bytes, and the step failed."""
+    """Regression: torch does not tell the bytes of Embedding(sparse=True)'s gradients, and the step failed."""
     model = pp.Model([nn.Embedding(100, WIDTH, sparse=True)], loss, sgd)
     batch = torch.arange(8).view(4, 2), torch.zeros(4)
     with launched("thread", model, stages=1, microbatches=1) as pipeline:

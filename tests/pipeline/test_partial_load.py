@@ -82,7 +82,7 @@ def test_a_new_head_is_taken_only_where_load_is_told_so(tmp_path: Path, caplog: 
 
 
 class FusedQKV(nn.Module):
-    """One weight inside, three in its state_dict."""
+    """A layer with one weight inside, and three in its state_dict."""
 
     def __init__(self) -> None:
         super().__init__()

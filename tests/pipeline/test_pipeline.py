@@ -1,4 +1,4 @@
-"""What a pipeline does for its clients, one or several."""
+"""The operations of a pipeline for its clients, one or several."""
 
 import hashlib
 import threading
@@ -152,7 +152,7 @@ def test_a_trace_has_every_action_of_every_worker() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_pipeline_without_a_feeder_is_traced_and_metered_on_a_batch(schedule: str) -> None:
-    """Each of the steps is on it."""
+    """Each of the steps is on this batch."""
     options = {"stages": 2, "microbatches": 2, "schedule": schedule}
     with launched_many("thread", [(model_with_everything(loss=squared_error), None, options)] * 2) as (shown, plain):
         assert [trace.step for trace in shown.trace(2, BATCHES[0])] == [0, 1]
@@ -247,7 +247,7 @@ def test_state_of_every_kind_has_a_fingerprint_and_travels() -> None:
 
 
 class Half(nn.Module):
-    """Shows the first number of its parameter to whoever evaluates."""
+    """A layer that shows the first number of its parameter in evaluations."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -258,13 +258,13 @@ class Half(nn.Module):
 
 
 def _falls_by_one(output: list[Tensor], target: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Both halves have a gradient of 1 in their first number."""
+    """Return a loss that gives both halves a gradient of 1 in their first number."""
     first, second = output[-2:]
     return (first + second).sum() * target.mean(), {"gap": (first - second).abs().max(), "first": first[0]}
 
 
 def test_operations_of_several_clients_are_whole() -> None:
-    """Both stages' weights fall by 1 in every step: whoever sees two that differ has seen half a step."""
+    """Both stages' weights fall by 1 in every step: an evaluation with two that differ has seen half a step."""
     steps, stop = 40, threading.Event()
     seen: dict[str, list[float]] = {"evaluate": [], "forward": [], "state": []}
     one = torch.ones(1, 1)
@@ -379,7 +379,7 @@ def _registered_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("_registered_schedule")
 def test_a_registered_schedule_is_known_in_the_stages(mode: str, resources: lp.Resources | None) -> None:
-    """Their processes said that there is no such schedule."""
+    """Regression: the stages' processes did not know the schedule."""
     model, batches = model_with_everything(), random_batches([6, 2])
     plain = PlainLoop(model, 3)
     with launched(mode, model, schedule="mine", microbatches=3, resources=resources) as pipeline:

@@ -64,7 +64,7 @@ class Counted(nn.Linear):
 
 
 def calls(**options: object) -> tuple[int, int]:
-    """Of a first and a last layer, on two stages, in a step of 4 micro-batches."""
+    """Return the calls of a first and a last layer, on two stages, in a step of 4 micro-batches."""
     layers = [pp.Layer(Counted, "first", 4, 4, name="first"), pp.Layer(Counted, "last", 4, 2, name="last")]
     program = lp.Program("counted")
     model = pp.Model(layers, functional.mse_loss, sgd)
@@ -91,7 +91,7 @@ def test_the_plans_schedule_is_used_unless_the_user_names_one() -> None:
 
 
 def order(**options: object) -> str:
-    """What the first stage does in a step."""
+    """Return the first stage's actions in a step."""
     program = lp.Program("planned")
     feeder = program.add_node(lp.CourierNode(Feeder), label="feeder")
     pipeline = pp.add_pipeline(program, make_model(), microbatches=4, inputs=feeder, **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a report of a hang says of pipelines: where each stage is in its schedule."""
+"""The report of a hang in a pipeline says where each stage is in its schedule."""
 
 import time
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_a_report_has_the_schedule_position_of_every_stage_and_all_stacks(mode: 
 
 
 def reports(run: lp.Run) -> str:
-    """Of a program in which everything that will come to a standstill has."""
+    """Return the reports on a program once everything has stopped that will."""
     path = run.run_dir / "hangs.log"
     deadline = time.monotonic() + WITHIN_S
     while True:

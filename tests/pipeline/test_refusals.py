@@ -1,4 +1,4 @@
-"""What a pipeline refuses: what it says, and that it works on."""
+"""Inputs that a pipeline refuses: the error names them, and the pipeline goes on."""
 
 import tomllib
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def refuses(kind: type[Exception], match: str, **options: Any) -> None:
 
 
 def test_a_torch_that_is_too_old_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was an AttributeError in the first step, from inside of a stage."""
+    """Regression: it was an AttributeError in the first step, from inside of a stage."""
     monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
     refuses(
         pp.PipelineError,
@@ -106,7 +106,7 @@ def test_what_cannot_be_built_is_refused_before_launch() -> None:
 
 
 def test_options_that_contradict_a_schedule_that_is_written_down_are_refused_before_launch() -> None:
-    """They were ignored, or failed the first step."""
+    """Regression: they were ignored, or failed the first step."""
     written = pp.make_schedule("1f1b", stages=2, microbatches=4)
     refuses(pp.ScheduleError, "microbatches=8: .* use microbatches=4", schedule=written)
     refuses(pp.ScheduleError, "microbatches=2: .* use microbatches=4", schedule=written, microbatches=2)
@@ -136,7 +136,7 @@ def test_lbfgs_is_refused_with_a_reason() -> None:
 
 
 class Says:
-    """A feeder that returns whatever it is told."""
+    """A feeder that returns what it was given."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch

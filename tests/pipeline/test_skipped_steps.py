@@ -35,7 +35,7 @@ CUTS = [3, 5]
 
 
 class Raises(nn.Module):
-    """For a batch that is not finite."""
+    """A layer that raises for a batch that is not finite."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not bool(x.isfinite().all()):
@@ -44,7 +44,7 @@ class Raises(nn.Module):
 
 
 class Dies(nn.Module):
-    """Its process does, for such a batch."""
+    """A layer whose process dies of such a batch."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not bool(x.isfinite().all()):

@@ -1,4 +1,4 @@
-"""Everything at once, for twenty steps: dropout, tied weights, a skip, clipping, recompute, precision, replicas."""
+"""Twenty steps with all features at once: dropout, tied weights, a skip, clipping, recompute, precision, replicas."""
 
 import itertools
 from typing import Any

@@ -34,12 +34,12 @@ class Delivered:
         return result
 
     def restarts(self, label: str) -> int:
-        """Of all nodes of the group, in the last run."""
+        """Return the restarts of all nodes of the group, in the last run."""
         return sum(row["restarts"] for row in self.status[label])
 
 
 class Once:
-    """True at the first call, in whichever process, and False ever after."""
+    """A function that is true at the first call, in any process, and False ever after."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -53,7 +53,7 @@ class Once:
 
 
 def kill_this_process() -> None:
-    """As `kill -9` does, or a kernel without memory."""
+    """Kill this process as `kill -9` does, or a kernel without memory."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

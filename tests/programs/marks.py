@@ -12,7 +12,7 @@ STEPS, WORKERS, SERVERS, EVALUATIONS = 12, 2, 2, 6
 
 
 class Tally(Sgd):
-    """In place of descent: counts for each parameter how many gradients have changed it."""
+    """A stand-in for descent that counts for each parameter how many gradients have changed it."""
 
     def step(self, parameters: Vector, velocity: Vector, gradient: Vector) -> tuple[Vector, Vector]:
         return parameters + (gradient != 0), velocity
@@ -20,7 +20,7 @@ class Tally(Sgd):
 
 @dataclasses.dataclass
 class Marks:
-    """Each step of each worker has a parameter of its own on every server.
+    """A model in which each step of each worker has a parameter of its own on every server.
 
     A gradient depends on the parameters it is computed from, as every gradient does, so that only the right ones in the
     right order end with the same bits.

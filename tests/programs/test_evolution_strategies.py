@@ -1,4 +1,4 @@
-"""Evolution strategies: seeds and returns travel, and everybody has the same parameters."""
+"""Evolution strategies: seeds and returns travel, and all workers have the same parameters."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""MapReduce: the same result as a plain loop, whoever dies on the way."""
+"""MapReduce: the same result as a plain loop, also when workers die on the way."""
 
 import re
 from collections import Counter, defaultdict
@@ -34,7 +34,7 @@ def words_of(path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def counts() -> list[tuple[str, int]]:
-    """Without any program."""
+    """Count the words without any program."""
     return sorted(Counter(word for path in PATHS for word in words_of(path)).items())
 
 
@@ -157,7 +157,7 @@ def test_a_key_is_looked_at_before_it_meets_one_that_equals_it(key: Any, tmp_pat
 
 
 def test_a_reducer_that_yields_is_told_so(tmp_path: Path) -> None:
-    """As mappers do; it was "cannot pickle 'generator' object"."""
+    """Mappers yield, reducers must not. Regression: the error was "cannot pickle 'generator' object"."""
 
     def reducer(key: str, counts: list[int]) -> Iterator[int]:
         yield sum(counts)

@@ -141,7 +141,7 @@ class Wrapped:
 
 @dataclasses.dataclass
 class Slow(Wrapped):
-    """One worker's gradients take longer, some of them."""
+    """A task in which some of one worker's gradients take longer."""
 
     rank: int
 
@@ -152,7 +152,7 @@ class Slow(Wrapped):
 
 @dataclasses.dataclass
 class Deadly(Wrapped):
-    """One worker is killed while it computes its 20th gradient."""
+    """A task in which one worker is killed while it computes its 20th gradient."""
 
     once: Once
 
@@ -163,7 +163,7 @@ class Deadly(Wrapped):
 
 @dataclasses.dataclass
 class Blocking(Wrapped):
-    """One worker waits for the stop."""
+    """A task in which one worker waits for the stop."""
 
     path: Path
 

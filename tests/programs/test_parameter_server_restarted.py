@@ -1,4 +1,4 @@
-"""Whatever is killed of a parameter server starts again in its place; nothing else does, and the result is the same."""
+"""A killed part of a parameter server starts again in its place; nothing else does, and the result is the same."""
 
 import dataclasses
 from pathlib import Path
@@ -31,7 +31,7 @@ class Killing:
 
 
 class KillsAServer(Sgd):
-    """One of the servers dies in an update."""
+    """A task in which one of the servers dies in an update."""
 
     def __init__(self, killing: Killing, usual: Sgd) -> None:
         super().__init__(usual.learning_rate, usual.momentum)
@@ -46,7 +46,7 @@ class KillsAServer(Sgd):
 
 @dataclasses.dataclass
 class Velocity:
-    """What a shard keeps beside its parameters: the evaluator dies when it has taken it, and is about to save it."""
+    """A descent with a state beside its parameters. The evaluator dies when it has taken it, before it saves it."""
 
     value: Vector
     killing: Killing
@@ -74,7 +74,7 @@ class KillsOthers(Marks):
 
 
 def trained(places: tuple[str, ...], delivered: Delivered, folder: Path, kind: str, sgd: Sgd) -> TrainingResult:
-    """In processes, of which one dies in each place."""
+    """Train in processes, of which one dies in each place."""
     killing = Killing(folder, places)
     program = marking(KillsOthers(killing), delivered, kind, KillsAServer(killing, sgd))
     result: TrainingResult = delivered.of(program, "process")

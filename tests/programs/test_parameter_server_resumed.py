@@ -16,7 +16,7 @@ from tests.programs.marks import SERVERS, STEPS, WORKERS, Marks, Tally, marking
 
 @dataclasses.dataclass
 class Broken(Marks):
-    """One worker fails half-way, and again after every restart, as long as the file is there."""
+    """A task in which one worker fails half-way, and again after every restart, as long as the file is there."""
 
     broken: Path
 
@@ -86,7 +86,7 @@ def test_a_run_that_was_done_delivers_its_result_again(delivered: Delivered, tmp
 def test_a_checkpoint_of_another_program_is_refused(
     delivered: Delivered, tmp_path: Path, option: str, there: Any, here: Any
 ) -> None:
-    """Servers waited for ever for workers that there are no more, or delivered a result that nobody had asked for."""
+    """Regression: servers waited for ever for workers that are gone, or delivered a result for no caller."""
     trained(Marks(), delivered, "thread", tmp_path / "run", "sync", Sgd())
     options: dict[str, Any] = {"num_workers": WORKERS, "num_servers": SERVERS, option: here}
     program = parameter_server(Marks(), steps=STEPS, on_result=print, **options)

@@ -33,7 +33,7 @@ def in_a_node(no_leaks: None) -> InANode:
 
 
 async def opened(kind: Any, num_workers: int, *, size: int = 1, cuts: tuple[int, ...] = ()) -> Any:
-    """A shard of zeros, in generation "g", whose descent is plain."""
+    """Open a shard of zeros, in generation "g", with plain descent."""
     shard = kind(Sgd(1.0, 0.0), cuts)
     await shard.open("g", at_the_beginning(np.zeros(size), num_workers))
     return shard

@@ -105,7 +105,7 @@ def test_a_produce_that_gives_no_items_is_told_so() -> None:
 
 
 def test_a_consume_that_would_not_run_fails_the_program(mode: str) -> None:
-    """It ended well, and nothing had been consumed."""
+    """Regression: the program ended well, and nothing had been consumed."""
 
     async def consume(items: Iterator[Any]) -> None:
         list(items)

@@ -14,7 +14,7 @@ WITHIN_S = 20.0
 
 
 class Model:
-    """Each handler also tells how large its batch was."""
+    """A server whose handlers also tell how large their batch was."""
 
     def __init__(self, batch_size: int = 4, **options: Any) -> None:
         batched = lp.batched_handler(batch_size, **options)
@@ -132,7 +132,7 @@ def test_functions_that_do_not_tell_their_parameters_are_taken() -> None:
 
 
 def test_functions_that_return_no_batch_are_refused() -> None:
-    """Each call of an async one was an error, and a warning at its end: "coroutine was never awaited"."""
+    """Regression: calls of an async one failed, with a warning at the end: "coroutine was never awaited"."""
 
     async def predict(x: Any) -> Any:
         return x

@@ -33,7 +33,7 @@ Serve = Callable[..., lp.CourierClient]
 
 @pytest.fixture(params=["inproc", "unix", "grpc", "grpcs"])
 def endpoint(request: pytest.FixtureRequest, socket_home: Path, run_credentials: Credentials) -> str:
-    """Every carrier; nobody listens there yet."""
+    """Yield an address for each carrier, at which no server listens yet."""
     if request.param not in ("grpc", "grpcs"):
         return f"{request.param}:{socket_home}/server"
     host = own_loopback()
@@ -65,7 +65,7 @@ def serve(endpoint: str, no_leaks: None) -> Iterator[Serve]:
 
 
 class Calculator:
-    """What a user serves."""
+    """A server as users write it."""
 
     constant = 3
 
@@ -449,7 +449,7 @@ def test_a_negative_deadline_is_refused(timeout: Any) -> None:
 
 
 def test_a_deadline_that_is_a_text_is_refused_as_that() -> None:
-    """A flag that nobody has converted was "'<' not supported between instances of 'str' and 'int'"."""
+    """Regression: the error was "'<' not supported between instances of 'str' and 'int'"."""
     with pytest.raises(TypeError, match=r"call_timeout must be .*got '5'"):
         lp.CourierClient("inproc:x", call_timeout="5")  # type: ignore[arg-type]
 
@@ -719,7 +719,7 @@ def test_a_result_that_does_not_pickle_is_named(serve: Serve) -> None:
 
 
 class Closed(dict[str, int]):
-    """As a group of a file that is closed: it does not pickle, and raises at every look."""
+    """An object like a group of a closed file: it does not pickle, and raises at every look."""
 
     def __reduce__(self) -> Any:
         raise TypeError("open files do not pickle")
@@ -729,7 +729,7 @@ class Closed(dict[str, int]):
 
 
 def test_a_result_that_cannot_be_looked_at_is_an_error_and_not_a_hang(serve: Serve) -> None:
-    """In looking for what does not pickle the thread of the handler ended, and nobody answered."""
+    """Regression: the search for what does not pickle ended the handler's thread, and the caller got no answer."""
 
     class Server:
         def make(self) -> Any:

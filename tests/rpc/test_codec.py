@@ -18,7 +18,7 @@ from lp_pipe.rpc import codec
 
 
 def through(value: Any) -> Any:
-    """What the peer gets: the buffers as the memory that a carrier makes of them."""
+    """Return what the peer gets, with buffers in the memory that a carrier makes of them."""
     body, buffers = codec.encode(value)
     return codec.decode(bytes(body), [bytearray(buffer) for buffer in buffers])
 

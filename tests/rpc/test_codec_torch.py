@@ -61,7 +61,7 @@ def test_every_kind_of_tensor(tensor: torch.Tensor) -> None:
 
 
 def test_attributes_of_tensors_travel_with_them() -> None:
-    """Such as a parameter's `_no_weight_decay`; they may lead back to it."""
+    """Parameters have notes such as `_no_weight_decay`, which may lead back to the parameter."""
     layer = torch.nn.Linear(2, 2)
     layer.weight.layer = layer  # type: ignore[assignment]
     layer.weight.partner = layer.bias  # type: ignore[assignment]
@@ -102,7 +102,7 @@ def test_a_tensor_that_comes_twice_stays_one() -> None:
 
 @pytest.mark.parametrize("kernel", [1, (3, 1)], ids=["1 x 1", "3 x 1"])
 def test_weights_of_small_kernels_stay_channels_last(kernel: Any) -> None:
-    """They count as contiguous, too, and came as such: convolutions then took another kernel, with other last bits."""
+    """Regression: they count as contiguous, too, and came as such, so that convolutions had other last bits."""
     conv = torch.nn.Conv2d(2, 4, kernel).to(memory_format=torch.channels_last)
     back = codec.loads(codec.dumps(conv))
     assert back.weight.stride() == conv.weight.stride()

@@ -13,7 +13,7 @@ WITHIN_S = 10
 
 
 class Told:
-    """In the place of an Answer: what the caller was told."""
+    """A stand-in for an Answer that records what the caller was told."""
 
     def __init__(self) -> None:
         self.is_cancelled = threading.Event()
@@ -42,7 +42,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 def test_a_call_that_is_cancelled_before_it_begins_does_not_begin(
     loop: asyncio.AbstractEventLoop, handler: Any
 ) -> None:
-    """Its caller had gone between the call and its first step: the handler ran on until the server's end."""
+    """Regression: the handler ran until the server's end though its caller had gone before its first step."""
     told: Any = Told()
     call = LoopCall(loop, told)
     call.cancel()

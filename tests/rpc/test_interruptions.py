@@ -25,7 +25,7 @@ Operation = Callable[[], object]
 
 
 class Stop(Exception):
-    """Of a signal handler."""
+    """An exception of a signal handler."""
 
 
 class Target:

@@ -1,4 +1,4 @@
-"""Which part of a value does not pickle: its path, as Python would write it, and its type."""
+"""The part of a value that does not pickle: its path, as Python would write it, and its type."""
 
 import dataclasses
 import functools

@@ -86,7 +86,7 @@ def test_a_crew_without_any_thread_says_so_and_begins_when_there_is_one(
 
 
 def allow_only(monkeypatch: pytest.MonkeyPatch, names: set[str]) -> None:
-    """Of the crew's threads these can be started; there is room for no others."""
+    """Let so many of the pool's threads be started, and no others."""
     start = threading.Thread.start
 
     def limited(thread: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""Futures of which it is known who will read their replies: no timer looks after them."""
+"""Futures whose replies have a known reader: no timer looks after them."""
 
 import threading
 from collections.abc import Iterator

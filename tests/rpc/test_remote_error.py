@@ -63,7 +63,7 @@ def caught(client: lp.CourierClient, make: Callable[[], BaseException]) -> lp.Re
 
 
 class TwoArgumentsError(Exception):
-    """Its constructor cannot be called with its args."""
+    """An exception whose constructor cannot be called with its args."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
@@ -115,7 +115,7 @@ class FrozenError(Exception):
 
 
 class SealedError(ValueError):
-    """As attrs makes them: with slots, and no attribute may be set, not even args."""
+    """An exception as attrs makes them: with slots, and no attribute may be set, not even args."""
 
     __slots__ = ("code",)
 

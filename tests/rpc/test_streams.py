@@ -124,7 +124,7 @@ SIZES = pytest.mark.parametrize("size", [0, 1, 16])
 
 
 def is_closed(client: lp.CourierClient, count: int = 1) -> bool:
-    """Whether so many generators ran their `finally` in time; asks often, as one long call would be in their way."""
+    """Return whether so many generators ran their `finally` in time; ask often, as a long call would block them."""
     deadline = time.monotonic() + WITHIN_S
     while client.numbers()[1] < count:
         if time.monotonic() > deadline:
@@ -134,7 +134,7 @@ def is_closed(client: lp.CourierClient, count: int = 1) -> bool:
 
 
 def settled(client: lp.CourierClient) -> int:
-    """How many items were made, once the generator rests."""
+    """Return how many items were made, once the generator rests."""
     before = -1
     while (now := client.numbers()[0]) != before:
         before = now

@@ -218,7 +218,7 @@ def test_a_client_that_was_connecting_at_the_fork_works_in_the_child(endpoint: s
 
 
 def test_a_stream_that_a_forked_child_closes_is_still_its_parents(endpoint: str) -> None:
-    """The child told the server, on the parent's connection, that nobody wants the rest: the parent's loop failed."""
+    """Regression: the child closed the stream on the parent's connection, and the parent's loop failed."""
 
     class Counter:
         def count(self) -> Iterator[int]:
@@ -239,7 +239,7 @@ def test_a_stream_that_a_forked_child_closes_is_still_its_parents(endpoint: str)
 
 
 def told_in_child(work: Callable[[], object]) -> str:
-    """What the work raises in a forked child."""
+    """Return what the work raises in a forked child."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -258,7 +258,7 @@ def told_in_child(work: Callable[[], object]) -> str:
 
 
 def test_a_forked_child_is_refused_its_parents_stream(endpoint: str) -> None:
-    """It took what had arrived, sent credits on its parent's connection, and then waited for ever."""
+    """Regression: it took what had arrived, sent credits on its parent's connection, and then waited for ever."""
 
     class Counter:
         def count(self) -> Iterator[int]:
@@ -273,7 +273,7 @@ def test_a_forked_child_is_refused_its_parents_stream(endpoint: str) -> None:
 
 
 def test_a_forked_child_is_refused_the_reply_of_its_parents_call(endpoint: str) -> None:
-    """It read the reply from its parent's connection, and the parent waited for ever."""
+    """Regression: it read the reply from its parent's connection, and the parent waited for ever."""
     is_forked = threading.Event()
 
     class Slow:

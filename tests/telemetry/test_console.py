@@ -22,7 +22,7 @@ class Terminal:
         self.finished: list[str] = []
 
     def row(self) -> str:
-        """What stands in the last row; lines above it are `finished`."""
+        """Return the last row; lines above it are `finished`."""
         os.set_blocking(self._ours, False)
         with contextlib.suppress(BlockingIOError):
             self.finished += [line.decode() for line in self._lines.feed(os.read(self._ours, 1 << 16), 0.0)]

@@ -43,7 +43,7 @@ def test_a_settled_prompt_is_in_the_file_and_its_line_goes_on_behind_it(tmp_path
 def test_a_full_disk_is_said_once_and_the_lines_still_come(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They used to be missing in the file without a word."""
+    """Regression: the lines were silently missing in the file."""
     files = LogFiles(RunFolder(tmp_path), NODES)
     (tmp_path / "logs" / "trainer-0.log").symlink_to("/dev/full")
     for line in (b"one", b"two"):
@@ -82,7 +82,7 @@ def test_files_of_an_earlier_run_in_the_folder_are_still_known(tmp_path: Path) -
 def test_a_deleted_file_begins_anew_and_a_deleted_folder_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What came later went to the deleted file, without a word."""
+    """Regression: later lines silently went to the deleted file."""
     path = tmp_path / "logs" / "trainer-0.log"
     files = LogFiles(RunFolder(tmp_path), NODES)
     files.write("trainer/0", False, [b"one"])
@@ -111,7 +111,7 @@ def test_a_launcher_without_streams_keeps_the_files(tmp_path: Path, monkeypatch:
 def test_a_terminal_without_a_letter_gets_the_line_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All lines that were read at a time with it were missing, without a word."""
+    """Regression: all lines that were read together with it were silently missing."""
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr("sys.stdout", terminal)
     files = LogFiles(RunFolder(tmp_path), ["größe/0"])

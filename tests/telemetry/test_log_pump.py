@@ -1,4 +1,4 @@
-"""What nodes print is passed on, and a reader who takes nothing holds nobody up for ever."""
+"""The output of nodes is passed on, and a reader who takes nothing holds no node up for ever."""
 
 import os
 import selectors

@@ -1,4 +1,4 @@
-"""Metrics are for whoever looks on: when they cannot be kept, training goes on, and it is said once."""
+"""Metrics: when they cannot be kept, training goes on, and a warning comes once."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""What a terminal would show of a stream: finished lines once, bars in their last state, prompts as they are."""
+"""The lines of a stream as a terminal shows them: finished lines once, bars in their last state, prompts unchanged."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from lp_pipe.telemetry.terminal_lines import TerminalLines, Unfinished
 
 
 def last_states(*pieces: bytes) -> list[bytes]:
-    """All lines of a stream that ends behind these pieces."""
+    """Return all lines of a stream that ends behind these pieces."""
     lines = TerminalLines()
     found = [line for now, piece in enumerate(pieces) for line in lines.feed(piece, float(now))]
     return found + lines.close()
@@ -62,7 +62,7 @@ def test_edits_of_a_row_are_carried_out(written: bytes, shown: list[bytes]) -> N
 
 
 def test_nested_bars_are_two_rows_and_end_as_the_terminal_would_show_them() -> None:
-    """As tqdm draws them: down, the inner bar, up again, each a write of its own."""
+    """Write as tqdm draws them: down, the inner bar, up again, each a write of its own."""
     lines = TerminalLines()
     now = 0.0
     for epoch in range(3):
@@ -79,7 +79,7 @@ def test_nested_bars_are_two_rows_and_end_as_the_terminal_would_show_them() -> N
 
 
 def test_rows_that_are_drawn_with_a_hidden_cursor_are_finished_when_it_shows_again() -> None:
-    """As rich draws its bars."""
+    """Write as rich draws its bars."""
     lines = TerminalLines()
     lines.feed(b"\x1b[?25l", 0.0)
     for step in range(20):

@@ -128,7 +128,7 @@ def test_an_exception_group_shows_its_members() -> None:
 
 
 def test_an_exception_group_from_afar_has_its_frames_notes_and_members_once() -> None:
-    """Its report had none of them, only "its last lines"."""
+    """Regression: the report had none of them, only "its last lines"."""
     text = printed(remote_error.rebuild(remote_error.capture(group()), "stages/1.train()"))
     *_, raised, task, failed, hot, key = fold_traceback(text, HERE)
     assert 'raise ExceptionGroup("of tasks"' in raised
@@ -138,7 +138,7 @@ def test_an_exception_group_from_afar_has_its_frames_notes_and_members_once() ->
 
 
 def group() -> BaseException:
-    """One as it is caught."""
+    """Return a group as it is caught."""
     try:
         fails()
     except ValueError as error:

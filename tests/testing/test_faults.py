@@ -314,7 +314,7 @@ def test_a_program_that_was_launched_without_faults_says_so(mode: str, launched:
 
 
 def test_faults_after_the_end_of_enabled_are_refused(mode: str, launched: Launched) -> None:
-    """In thread mode they struck nothing, in silence: connections that are made later are ordinary ones."""
+    """Regression: in thread mode they silently struck nothing: connections that are made later are ordinary ones."""
     from lp_pipe.testing import faults
 
     with faults.enabled():

@@ -142,7 +142,7 @@ def test_shared_memory_is_found_when_only_its_name_is_left(tmp_path: Path, monke
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
 def test_a_semaphore_is_not_left_while_a_process_uses_it() -> None:
-    """One of a program that ran beside a test, with a pool of its own, was that test's leak."""
+    """Regression: a pool's semaphore of a program beside a test counted as that test's leak."""
     before = open_files.named_segments()
     semaphore = multiprocessing.get_context("spawn").Semaphore()
     name = Path(f"/dev/shm/sem.{semaphore._semlock.name.lstrip('/')}")  # type: ignore[attr-defined]

@@ -81,7 +81,7 @@ def test_a_checkpoint_and_a_failed_step_keep_the_loss_scale(tmp_path: Path) -> N
 
 
 class Embeds(nn.Module):
-    """With a gradient that names some rows twice."""
+    """A layer with a gradient that names some rows twice."""
 
     def __init__(self) -> None:
         super().__init__()

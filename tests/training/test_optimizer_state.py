@@ -56,7 +56,7 @@ def warmed_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
 
 
 def test_a_wrapped_optimizers_state_is_saved_and_loaded(tmp_path: Path) -> None:
-    """Its moments were left out, because its own `state` is empty, and the training went on without them."""
+    """Regression: its own `state` is empty, so its moments were left out, and the training went on without them."""
     model = pp.Model([nn.Linear(D, D) for _ in range(3)], squared_error, around_adam, lr_scheduler=warmed_up)
     with launched("thread", model, BATCHES, stages=2, microbatches=2) as pipeline:
         list(pipeline.steps(3))

@@ -1,4 +1,4 @@
-"""A checkpoint goes on with the kind of optimizer that it is of, whatever version of torch has written it."""
+"""A checkpoint goes on only with its own kind of optimizer, written by any version of torch."""
 
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,14 @@ def test_another_optimizer_is_named(kind: str | None, saved: dict[str, Any], mes
 
 
 class Lookahead(torch.optim.SGD):
-    """As most are written: with weights of its own beside the state of its parameters."""
+    """A wrapper as most are written: with weights of its own beside the state of its parameters."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "slow_weights": [], "counter": 3}
 
 
 def test_a_state_that_belongs_to_no_parameter_is_refused_when_it_is_saved(tmp_path: Path) -> None:
-    """It was left out: the training went on from the checkpoint as if it had just begun."""
+    """Regression: it was left out, and the training went on from the checkpoint as if it had just begun."""
     refuse_hidden_state(adam())
     model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, lambda named: Lookahead(named, lr=0.1))
     with launched("thread", model, random_batches([4]), stages=2, microbatches=2) as pipeline:
@@ -69,7 +69,7 @@ def test_a_state_that_belongs_to_no_parameter_is_refused_when_it_is_saved(tmp_pa
 
 
 class CountsItsSteps(torch.optim.SGD):
-    """Once for all parameters, where torch's own state_dict() finds it."""
+    """An optimizer with one count for all parameters, where torch's own state_dict() finds it."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
@@ -83,7 +83,7 @@ class CountsAndSaysIt(CountsItsSteps):
 
 @pytest.mark.parametrize("kind", [CountsItsSteps, CountsAndSaysIt])
 def test_a_state_of_all_parameters_together_is_refused_when_it_is_saved_or_mirrored(kind: Any, tmp_path: Path) -> None:
-    """It was left out: who went on from the checkpoint began to count anew, and go_back() left it as it was."""
+    """Regression: it was left out: a resumed training counted anew, and go_back() left it as it was."""
     model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, lambda named: kind(named, lr=0.1))
     with launched("thread", model, random_batches([4]), stages=2, microbatches=2) as pipeline:
         pipeline.step()
@@ -94,7 +94,7 @@ def test_a_state_of_all_parameters_together_is_refused_when_it_is_saved_or_mirro
 
 
 class SharesACount(torch.optim.SGD):
-    """One tensor, which each parameter's state has."""
+    """An optimizer with one tensor, which each parameter's state has."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         parameters = self.param_groups[0]["params"]
@@ -105,7 +105,7 @@ class SharesACount(torch.optim.SGD):
 
 
 def test_a_tensor_that_is_the_state_of_several_parameters_is_refused(tmp_path: Path) -> None:
-    """Each got one of its own: what counted once a step counted once for each parameter after a load or go_back()."""
+    """Regression: each parameter got a copy, so one count a step became a count for each parameter after a load."""
     model = pp.Model([nn.Linear(D, D), nn.Linear(D, D)], squared_error, lambda named: SharesACount(named, lr=0.1))
     with launched("thread", model, random_batches([4]), stages=2, microbatches=2) as pipeline:
         pipeline.step()
@@ -140,7 +140,7 @@ class TwoInAList(Two):
 
 
 class TwoByHand:
-    """No torch.optim.Optimizer."""
+    """An optimizer that is no torch.optim.Optimizer."""
 
     def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
         self.inner = Two(named)

@@ -1,4 +1,4 @@
-"""A checkpoint goes on in the parameter groups that it was saved in, whatever the cuts."""
+"""A checkpoint goes on in the parameter groups that it was saved in, with all cuts."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lp_pipe.training.resume_checks import GroupMember, refuse_other_groups
 
 
 def saved(**groups: tuple[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By name: the first parameter of its group, and the options."""
+    """Return by name the first parameter of its group, and the options."""
     return {name: {"group": ("SGD", first), "options": options} for name, (first, options) in groups.items()}
 
 

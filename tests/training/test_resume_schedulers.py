@@ -25,7 +25,7 @@ def test_a_kind_has_the_names_of_all_its_parts() -> None:
 
 
 def test_schedulers_with_the_same_entries_are_told_apart() -> None:
-    """Their states have the same keys, and mean other things."""
+    """Their states have the same keys, with other meanings."""
     own, other = (
         schedulers.LambdaLR(OPTIMIZER, lambda step: 1.0),
         schedulers.MultiplicativeLR(OPTIMIZER, lambda step: 1.0),

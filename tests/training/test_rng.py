@@ -1,4 +1,4 @@
-"""Random numbers depend on what is computed, not on who computes it."""
+"""Random numbers depend on what is computed, not on the process that computes it."""
 
 import threading
 

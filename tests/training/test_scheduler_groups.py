@@ -82,7 +82,7 @@ SCHEDULERS: dict[str, Any] = {
 @pytest.mark.usefixtures("no_leaks")
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_other_cuts_go_on_with_the_learning_rate_of_each_layer(tmp_path: Path, scheduler: str) -> None:
-    """All stages got the list of one: its learning rates, or an error in the first update, even with the same cuts."""
+    """Regression: all stages got the list of one, and so its learning rates, or an error in the first update."""
     layers = [pp.Layer(nn.Linear, D, D) for _ in range(6)]
     model = pp.Model(layers, squared_error, one_group_a_layer, SCHEDULERS[scheduler])
     batches = random_batches([4, 4, 4, 4])

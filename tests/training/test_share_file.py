@@ -1,4 +1,4 @@
-"""What is written can be read back: Python's own values, tensors, and numpy's numbers; all else is refused at once."""
+"""Written values can be read back: Python's own, tensors, and numpy's numbers; all others are refused at once."""
 
 import functools
 import io
@@ -59,7 +59,7 @@ def test_so_do_arrays_and_tensors() -> None:
     ids=["deque", "function", "partial", "key", "objects"],
 )
 def test_what_would_not_is_refused_with_its_place(value: Any, message: str) -> None:
-    """It was written, and only who went back to it, after a crash, learned that it could not be read."""
+    """Regression: it was written, and only the load after a crash failed."""
     with pytest.raises(PipelineError, match=message):
         dumped(KEY, value)
 
@@ -72,7 +72,7 @@ def test_what_a_user_has_allowed_stays_allowed() -> None:
 
 
 def test_stages_that_are_threads_read_at_the_same_time() -> None:
-    """What one had allowed for its reading, another one that was done forbade."""
+    """Regression: a reader that was done took back what it had allowed for another one's reading."""
     entry, failures = dumped(KEY, np.float64(0.5)), []
 
     def read() -> None:

@@ -48,7 +48,7 @@ def written(save: Any, tensor: Tensor) -> bytes:
 
 
 def without_id(archive: bytes) -> bytes:
-    """What a hash of the checksums, and its own checksum, leave to be compared."""
+    """Return the archive without its own checksum and the hash of the others."""
     with zipfile.ZipFile(io.BytesIO(archive)) as found:
         checksum = found.getinfo(SERIALIZATION_ID).CRC.to_bytes(4, "little")
         return archive.replace(found.read(SERIALIZATION_ID), b"").replace(checksum, b"")

@@ -1,4 +1,4 @@
-"""What an Embedding with max_norm does to its table can be undone, to the bit."""
+"""The writes of an Embedding with max_norm to its table can be undone, to the bit."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a backward writes to buffers is what it writes in one process, or the step says why not."""
+"""The writes of a backward to buffers: they are as in one process, or the step says why not."""
 
 from typing import Any
 

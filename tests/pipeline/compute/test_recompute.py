@@ -48,7 +48,7 @@ FAST = {("full", "zb_h1"), ("full", "dualpipev"), ("every 2", "1f1b"), ("linears
     ],
 )
 def test_recompute_trains_to_the_bits_of_the_plain_loop(recompute: str, schedule: str) -> None:
-    """With dropout, a BatchNorm and an in-place layer."""
+    """Train with dropout, a BatchNorm and an in-place layer."""
     model = model_with_everything()
     plain = PlainLoop(model, 4, 0.1)
     options = {"stages": SCHEDULES[schedule], "schedule": schedule, "microbatches": 4, "clip_grad_norm": 0.1}
@@ -83,14 +83,14 @@ class Adds(nn.Module):
 
 
 class WritesToItsInput(nn.Module):
-    """Not twice the same, unlike ReLU: a second run must not find what the first one has left."""
+    """A layer that, unlike ReLU, gives another result the second time on what the first run has left."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.add_(1).mul_(0.5)
 
 
 class CountsMicrobatches(nn.Module):
-    """Its output depends on a buffer that each forward changes."""
+    """A layer whose output depends on a buffer that each forward changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ def test_a_buffer_that_is_first_written_later_fails_one_step() -> None:
 
 
 class SavesAndPassesOn(nn.Module):
-    """Its output is a view of its input, which it has saved: only its second value tells that."""
+    """A function whose output is a view of its input, which it has saved: only its second value tells that."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.view_as(x), x.sin()
@@ -348,7 +348,7 @@ def test_a_later_layer_that_writes_to_a_kept_input_is_found() -> None:
 
 
 class Interpreted(nn.Module):
-    """As TorchScript's interpreter: whatever ends it comes out as a RuntimeError."""
+    """A function that ends in a RuntimeError, whatever the reason, as TorchScript's interpreter does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ def test_what_a_layer_makes_of_the_second_runs_early_end_is_no_error() -> None:
 
 
 class Slopes(nn.Module):
-    """Of a small network, by its input."""
+    """A layer that gives the slopes of a small network by its input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -359,7 +359,7 @@ class KeepsAMainGrad(nn.Module):
 
 
 class HalvesGradients(nn.Module):
-    """In place, and counts; between uses of one weight."""
+    """A function that halves gradients in place, and counts; between uses of one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -467,7 +467,7 @@ def test_a_backward_with_effects_beside_its_results_has_them_once(name: str) -> 
 
 
 class HalvesBefore(nn.Module):
-    """Its hook writes to the gradient that the bias behind it gets, too."""
+    """A layer whose hook writes to the gradient that the bias behind it gets, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -524,7 +524,7 @@ def _without_collector() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["linear", "attention", "shared three times", "hooks", "views as outputs"])
 def test_activations_go_with_the_second_part(name: str) -> None:
-    """At once: a training loop allocates faster than Python's collector runs."""
+    """Memory is freed at once: a training loop allocates faster than Python's collector runs."""
     activations: list[weakref.ref[Tensor]] = []
 
     def keep(x: Tensor) -> Tensor:

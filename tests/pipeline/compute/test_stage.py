@@ -1,4 +1,4 @@
-"""One stage: forwards that wait for their backwards, cut off from the graph of the stages around it."""
+"""A stage: forwards that wait for their backwards, cut off from the graphs of the stages around it."""
 
 from typing import Any
 

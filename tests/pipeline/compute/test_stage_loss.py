@@ -15,7 +15,7 @@ BATCHES = random_batches([4, 6, 4, 5])
 
 
 class AgainstAverage(nn.Module):
-    """As DINO's: outputs are compared with a running average of theirs."""
+    """A loss that compares outputs with their running average, as DINO's does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def test_a_checkpoint_has_it_for_any_cut(tmp_path: Path) -> None:
 
 
 def test_replicas_go_on_from_the_same() -> None:
-    """As with a layer's buffers: the first replica's are everybody's after a step."""
+    """All replicas have the first one's buffers after a step, as with a layer's buffers."""
     with launched("thread", model(), BATCHES, stages=2, replicas=(1, 2), microbatches=2) as pipeline:
         pipeline.step()
         once, on_each_replica = (pipeline.evaluate(BATCHES[:1] * count).loss for count in (1, 2))

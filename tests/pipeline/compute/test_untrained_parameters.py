@@ -1,4 +1,4 @@
-"""What a forward uses and no stage would train is said in the first step."""
+"""Parameters that a forward uses and no stage would train: the first step names them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +47,7 @@ LOSSES: dict[str, Callable[[Net], Any]] = {
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_of_the_models_own_parameters_is_refused(loss: str, stages: int, recompute: str) -> None:
-    """Their gradients went to the user's modules, of which the stages train copies: the penalty was lost."""
+    """Regression: the gradients went to the user's modules, which are not trained, and the penalty was lost."""
     net = Net()
     model = pp.Model(net.body, LOSSES[loss](net), sgd)
     with pytest.raises(pp.PipelineError, match=r"the loss has used a parameter of shape \[.*\], which no stage would"):
@@ -105,7 +105,7 @@ class Head(nn.Module):
 def test_a_layer_with_another_layers_parameter_in_a_list_is_refused_where_a_cut_parts_them(
     schedule: str, recompute: str
 ) -> None:
-    """Its stage used a copy of its own, which stayed as it was while the other stage trained the parameter."""
+    """Regression: its stage kept using its own copy while the other stage trained the parameter."""
     first = nn.Linear(D, D)
     model = pp.Model([first, nn.Tanh(), Head(first)], squared_error, sgd)
     assert pp.check(model, BATCHES, stages=1, microbatches=2, recompute=recompute)
@@ -114,7 +114,7 @@ def test_a_layer_with_another_layers_parameter_in_a_list_is_refused_where_a_cut_
 
 
 class Listed(nn.Module):
-    """Its parameters are registered, and in a list by which the forward goes."""
+    """A layer whose parameters are registered, and in a list that its forward uses."""
 
     def __init__(self) -> None:
         super().__init__()

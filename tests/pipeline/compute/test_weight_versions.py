@@ -7,7 +7,7 @@ from lp_pipe.pipeline.compute.weight_versions import WeightVersions
 
 
 class Scale(nn.Parameter):
-    """Of a kind of its own."""
+    """A parameter of a class of its own."""
 
 
 class Scaled(nn.Module):

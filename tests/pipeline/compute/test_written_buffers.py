@@ -50,7 +50,7 @@ def test_each_backward_has_the_buffer_of_its_forward(options: dict[str, Any], hi
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_buffers_that_come_back_are_written_to_again(replicas: int) -> None:
-    """After a failed step, and on all replicas but the first one after each step."""
+    """Buffers come back after a failed step, and after each step on all replicas but the first one."""
     model = pp.Model([nn.Linear(D, D), RunningScale(), nn.Linear(D, D)], squared_error, sgd)
     options = {"stages": [1], "microbatches": 4, "replicas": replicas, "schedule": "gpipe"}
     (x, y), losses = BATCHES[0], []
@@ -140,7 +140,7 @@ class CountsWeightBackwards(CountsBackwards):
 def test_a_backward_writes_to_the_modules_buffer_or_is_told_to(
     layer: type[CountsBackwards], schedule: str, looks_up: bool
 ) -> None:
-    """What it wrote to the tensor of its forward was lost: later forwards had gone on with another one."""
+    """Regression: a write to the forward's tensor was lost, since later forwards used another one."""
     model = pp.Model([nn.Linear(D, D), layer(looks_up), nn.Linear(D, D)], squared_error, sgd)
     with launched("thread", model, BATCHES, stages=[1], microbatches=4, schedule=schedule) as pipeline:
         if not looks_up:

@@ -133,7 +133,7 @@ def biases_apart(parameters: Any) -> torch.optim.Optimizer:
 
 
 def test_learning_rates_come_in_the_order_of_state_dict() -> None:
-    """They came group by group within a layer."""
+    """Regression: they came group by group within a layer."""
     model = model_on_plateau(layers=[nn.Linear(D, D), nn.Linear(D, D)], optimizer=biases_apart)
     with launched("thread", model, stages=2) as pipeline:
         assert list(pipeline.learning_rates().items()) == [
@@ -382,7 +382,7 @@ def test_a_scheduler_that_fails_leaves_nothing_to_go_on_with_but_a_checkpoint(tm
 
 
 def test_a_worker_that_was_started_again_has_no_rate_to_tell_and_none_to_change() -> None:
-    """No channel is used, from which the others would learn of its death."""
+    """The operation uses no channel, from which the others would learn of its death."""
     no: Any = None  # a part that learning rates do not need
     training, restart_check = Training([], adam, None), RestartCheck("stages/1")
     successor = WorkerState({}, training, no, no, no, no, restart_check, no)

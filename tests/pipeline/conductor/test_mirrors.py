@@ -1,4 +1,4 @@
-"""To which steps all workers of a pipeline can go back."""
+"""The steps to which all workers of a pipeline can go back."""
 
 from lp_pipe.pipeline.conductor.mirrors import common_steps
 

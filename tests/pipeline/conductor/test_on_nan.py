@@ -34,14 +34,14 @@ BATCHES = random_batches([8] * 5)
 
 
 def poisoned(batch: tuple[Tensor, Tensor], value: float, sample: int = 5) -> tuple[Tensor, Tensor]:
-    """With such a number in a sample; the sixth of eight is in the third of four micro-batches."""
+    """Return a batch with such a number in one sample; the sixth of eight is in the third of four micro-batches."""
     x = batch[0].clone()
     x[sample] = value
     return x, batch[1]
 
 
 class Root(nn.Module):
-    """Of what is below 0 there is none; at 0 its slope is infinite."""
+    """A square root: below 0 there is none, and at 0 its slope is infinite."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.sqrt()
@@ -65,7 +65,7 @@ class ZeroWhere(nn.Module):
 
 
 class PlainLoopThatSkips(PlainLoop):
-    """Of a batch that is not finite, only the step's number and the learning rate take notice."""
+    """A plain loop in which a batch that is not finite only changes the step's number and the learning rate."""
 
     def step(self, batch: tuple[Any, Any]) -> float:
         if bool(batch[0].isfinite().all()):
@@ -258,7 +258,7 @@ def test_an_asynchronous_pipeline_stops_before_the_update_and_names_the_layer(
 def test_an_asynchronous_pipeline_looks_at_the_loss_and_at_gradients(
     layers: list[nn.Module], loss: Any, microbatch: int, place: str
 ) -> None:
-    """Only parameters' gradients are looked at, so the layer is the last one before the trouble that has some."""
+    """It looks at parameters' gradients only, and names the last layer before the trouble that has some."""
     batch = BATCHES[0][0].clone(), BATCHES[0][1]
     if len(layers) == 5:
         make_identity(layers[0])
@@ -308,7 +308,7 @@ def test_unknown_choices_are_refused() -> None:
 
 
 class Grows(nn.Module):
-    """In place; the second one is too much."""
+    """A layer that grows its numbers in place; the second time it is too much."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(1e25)

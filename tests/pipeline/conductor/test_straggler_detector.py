@@ -43,7 +43,7 @@ def test_a_plan_says_what_is_expected_from_the_first_steps_on() -> None:
 
 
 def test_a_replica_is_compared_with_the_others_by_its_own_micro_batches() -> None:
-    """Of four micro-batches the first of three replicas has two."""
+    """The first of three replicas has two of four micro-batches."""
     detector = StragglerDetector(Ranks((1, 3)), {})
     (slow,) = told(detector, [(0.4, 0.2, 0.3, 0.1)] * 25)
     assert (slow.rank, slow.measured_seconds, slow.by) == (2, 0.3, "by the other replicas of its stage")

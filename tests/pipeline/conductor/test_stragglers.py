@@ -25,7 +25,7 @@ BATCHES = random_batches([4])
 
 
 class TakesTime(nn.Module):
-    """Some seconds for each forward of training."""
+    """A layer that takes some seconds for each forward of training."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Workers:
 
 @pytest.fixture
 def stragglers(monkeypatch: pytest.MonkeyPatch) -> Stragglers:
-    """Of workers that should take 10 ms."""
+    """Return the stragglers among workers that should take 10 ms."""
     # This is no node.
     monkeypatch.setattr("lp_pipe.pipeline.conductor.stragglers.log_metrics", lambda metrics, step: None)
     config: Any = SimpleNamespace(ranks=Ranks((1, 1)), predicted_seconds=(0.01, 0.01))

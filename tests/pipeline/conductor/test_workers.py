@@ -29,7 +29,7 @@ def test_an_attempt_ends_with_its_last_report_however_late_somebody_asks() -> No
 
 
 class _TravelsOnce:
-    """As a data set that opens its files where it is loaded."""
+    """An object that unpickles once, as a data set that opens its files where it is loaded."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": "data", **vars(self)}

@@ -1,4 +1,4 @@
-"""Where layers are cut into stages."""
+"""The places where layers are cut into stages."""
 
 from itertools import combinations, pairwise
 

@@ -1,4 +1,4 @@
-"""How a batch is cut into micro-batches, and what each one's loss weighs."""
+"""The cutting of a batch into micro-batches, and the weight of each one's loss."""
 
 from collections import UserDict, namedtuple
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def test_an_array_beside_tensors_is_refused() -> None:
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_tensors_that_torch_cannot_cut_are_refused(make: Callable[[], torch.Tensor], kind: str) -> None:
-    """They ended in "Cannot access storage of SparseTensorImpl", or "an invalid python storage"."""
+    """Regression: the error was "Cannot access storage of SparseTensorImpl", or "an invalid python storage"."""
     with pytest.raises(PipelineError, match=f"the batch holds a tensor that is {kind}, .* give dense tensors"):
         split((torch.zeros(4), make()), 2)
 
@@ -104,7 +104,7 @@ def test_slices_begin_where_the_plain_loops_do() -> None:
 
 
 def test_a_tensor_that_comes_twice_is_one_wherever_it_begins() -> None:
-    """What a layer writes to one of them, it writes to both, as in the plain loop: not by chance."""
+    """A layer that writes to one of them writes to both, as in the plain loop, and not by chance."""
     askew = torch.frombuffer(memoryview(torch.zeros(26).numpy())[1:], dtype=torch.float32)
     first, second = split((askew, askew), 5)[2]
     first.fill_(1)
@@ -129,7 +129,7 @@ def test_the_samples_are_those_of_the_first_tensor() -> None:
 
 @pytest.mark.parametrize("target", [None, 3, torch.tensor(3.0), {}], ids=["None", "int", "scalar", "empty"])
 def test_a_target_without_samples_has_no_weight(target: Any) -> None:
-    """It ended in a bare StopIteration; only an evaluation may have one, since batches of training are cut."""
+    """Regression: it was a bare StopIteration. Only evaluations may have one, since batches of training are cut."""
     with pytest.raises(PipelineError, match="no tensor with a batch dimension"):
         loss_weights([target], "samples")
 
@@ -162,7 +162,7 @@ class Masked:
 
 
 class Encoding(UserDict[str, Any]):
-    """What a tokenizer returns."""
+    """A mapping as tokenizers return it."""
 
 
 @pytest.mark.parametrize("value", [Encoding(ids=torch.ones(4, 3)), (torch.ones(4, 3), Encoding(ids=[torch.ones(4)]))])

@@ -43,7 +43,7 @@ def a_generator() -> Iterator[nn.Module]:
 
 
 class Block(nn.Module):
-    """Its constructor looks at values, which the meta device has not."""
+    """A layer whose constructor looks at values, which the meta device has not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 def drawn_by_numpy(features: int) -> nn.Linear:
-    """A Linear whose weights numpy sets; what the meta device says to that is a TypeError."""
+    """Return a Linear whose weights numpy sets; on the meta device that is a TypeError."""
     layer = nn.Linear(features, features)
     layer.weight.detach().numpy()[:] = np.eye(features)
     return layer
@@ -131,7 +131,7 @@ def test_layers_that_are_made_as_they_are_asked_for_have_the_weights_of_factorie
 
 @pytest.mark.parametrize("form", ["modules", "function that keeps them"])
 def test_the_users_own_modules_are_never_trained(form: str) -> None:
-    """In threads, too, where stages could reach them. A function may give the same modules at every call."""
+    """Stages in threads could reach them. A function may give the same modules at every call."""
     module = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(3), nn.Linear(D, D))
     before = {name: value.clone() for name, value in module.state_dict().items()}
     layers = module if form == "modules" else lambda: module
@@ -249,7 +249,7 @@ def test_a_factory_must_be_callable_and_return_a_module() -> None:
 
 
 def test_the_factory_that_fails_is_named() -> None:
-    """Of many layers, which one has an argument too few?"""
+    """Name the one of many layers that has an argument too few."""
     layers = [pp.Layer(nn.Linear, D, D), pp.Layer(nn.Linear, D, bias=False)]
     with pytest.raises(TypeError, match="out_features") as caught:
         pp.add_pipeline(lp.Program("wrong"), pp.Model(layers, squared_error, sgd))
@@ -315,7 +315,7 @@ def _hooked() -> nn.Sequential:
     ],
 )
 def test_a_sequential_that_does_more_than_its_layers_is_refused(layers: Any, message: str) -> None:
-    """The stages call its layers: what it did beside that was left out, by `pp.check` too, and nobody said so."""
+    """Regression: stages call its layers only, so the rest was silently left out, by `pp.check` too."""
     model = pp.Model(layers, lambda output, target: output.sum(), lambda parameters: torch.optim.SGD(parameters))
     for use in (lambda: pp.add_pipeline(lp.Program("refused"), model), lambda: pp.check(model, [(1, 2)])):
         with pytest.raises(pp.PipelineError, match=message):

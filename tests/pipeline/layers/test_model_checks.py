@@ -27,7 +27,7 @@ def freezes_a_row(kind: str) -> nn.Linear:
 
 @pytest.mark.parametrize("kind", ["gradient", "accumulated"])
 def test_hooks_of_parameters_in_ready_made_layers_are_refused(kind: str) -> None:
-    """Copies do not have them, so they never ran, and nobody said so."""
+    """Regression: copies have no hooks, so these silently never ran."""
     model = pp.Model([nn.Linear(D, D), freezes_a_row(kind)], squared_error, sgd)
     with pytest.raises(pp.PipelineError, match=r"'weight' of layer 1 has a hook, .* pp\.Layer"):
         pp.check(model, BATCHES)
@@ -125,7 +125,7 @@ def of_another_layer() -> list[nn.Module]:
     "layers", [[OfABuffer()], [OfAParameter()], of_one_table(writes=True), of_another_layer()], ids=str
 )
 def test_buffers_that_are_views_of_what_training_writes_to_are_refused_in_ready_made_layers(layers: Any) -> None:
-    """In process mode, and between stages, each had memory of its own: they trained with other bits, in silence."""
+    """Regression: between processes and stages each had memory of its own, and silently trained to other bits."""
     model = pp.Model([nn.Linear(D, D), *layers], squared_error, sgd)
     with pytest.raises(pp.PipelineError, match=r"buffer '\w+' of layer [12] shares memory .* pp\.Layer"):
         pp.check(model, BATCHES, stages=1)
@@ -169,7 +169,7 @@ def test_a_ready_made_scripted_layer_is_refused_and_one_of_a_factory_trains() ->
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"schedule": "zb_h1"}], ids=str)
 def test_a_scripted_layer_with_buffers_trains(options: dict[str, Any]) -> None:
-    """Its first forward ended in "'OrderedDictWrapper' object has no attribute 'get'"."""
+    """Regression: the first forward ended in "'OrderedDictWrapper' object has no attribute 'get'"."""
 
     class Scales(nn.Module):
         def __init__(self) -> None:

@@ -26,7 +26,7 @@ def test_a_list_of_names_and_parameters_makes_an_optimizer_and_that_a_scheduler(
 
 
 def test_an_optimizer_of_the_users_own_module_fails_the_start() -> None:
-    """It was stepped, and trained nothing: stages have copies."""
+    """Regression: it was stepped and trained nothing, since stages have copies."""
     module = nn.Linear(2, 2)
     program = lp.Program("mistake")
     pp.add_pipeline(
@@ -144,7 +144,7 @@ def test_what_step_must_be_given_is_a_metric(step: Any, is_metric: bool) -> None
     ],
 )
 def test_a_scheduler_is_stepped_without_arguments_or_with_one(factory: Any, message: str) -> None:
-    """One that wants more failed after the update, and only a checkpoint made the pipeline whole again."""
+    """Regression: one that wants more failed after the update, and only a checkpoint mended the pipeline."""
     with pytest.raises(pp.PipelineError, match=message):
         make_scheduler(factory, sgd(NAMED))
 
@@ -180,7 +180,7 @@ def by_their_marks(named: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_an_optimizer_sees_what_ready_made_layers_have_noted_on_their_parameters(mode: str) -> None:
-    """Such as Mamba's `_no_weight_decay`: copies did not have it, so that all parameters decayed, in silence."""
+    """Regression: copies lost notes such as Mamba's `_no_weight_decay`, so that all parameters silently decayed."""
     torch.manual_seed(0)
     layers = [nn.Linear(D, D), nn.Linear(D, D)]
     for layer in layers:

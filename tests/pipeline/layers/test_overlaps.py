@@ -1,4 +1,4 @@
-"""What shares memory with something else is apart from it behind a cut: to write to it there is refused."""
+"""Values that share memory are apart behind a cut: to write to one there is refused."""
 
 import contextlib
 import itertools
@@ -46,7 +46,7 @@ def test_tensors_without_memory_to_compare_are_left_to_the_channel() -> None:
 
 
 class Wrapping(nn.Module):
-    """Of tensors that are a class of their own, as for quantized weights: what they hold is in others."""
+    """A tensor class as for quantized weights, whose numbers are in other tensors."""
 
     def __init__(self, is_returned: bool) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_who_only_reads_what_an_earlier_stage_keeps_is_served(kind: str) -> None
 
 
 class Hooked(nn.Module):
-    """Of its output, or of one of several."""
+    """A layer with a hook on its output, or on one of several."""
 
     def __init__(self, *, in_a_tuple: bool = False) -> None:
         super().__init__()

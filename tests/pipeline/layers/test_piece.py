@@ -10,7 +10,7 @@ D = 6
 
 
 class Noisy(nn.Module):
-    """Of operations that depend on no input: they draw, or make memory to write to."""
+    """A module with operations that depend on no input: they draw, or make memory to write to."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a forward has anew in each call, and torch.export would write down once, is refused."""
+"""Values that a forward makes anew in each call, and torch.export would write down once, are refused."""
 
 import copy
 import random
@@ -13,7 +13,7 @@ import lp_pipe.pipeline as pp
 
 
 class Anew(nn.Module):
-    """how: where the number comes from by which forward multiplies."""
+    """A module that multiplies by a number that is new in each call. how: says where it comes from."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -345,7 +345,7 @@ class WritesInPlace(nn.Module):
 
 
 class Cache:
-    """No container that torch knows."""
+    """A container that torch does not know."""
 
 
 class Remembers(nn.Module):
@@ -456,7 +456,7 @@ def test_a_size_that_forward_has_made_a_number_is_checked(module: type[nn.Module
 
 
 class Pooled(nn.Module):
-    """Of which sizes this pooling takes torch cannot say, and logs that at length."""
+    """A module whose pooling logs at length, since torch cannot tell which sizes it takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -761,7 +761,7 @@ class Reentrant(Skips):
 
 
 class Halves(Skips):
-    """What autograd saves, as a compression of activations does."""
+    """A compression of what autograd saves, as of activations."""
 
     def __init__(self, pack: Any = lambda saved: saved / 2) -> None:
         super().__init__()

@@ -246,7 +246,7 @@ def test_a_buffer_shared_across_stages_is_refused_with_the_way_out() -> None:
 
 
 class Angles(nn.Module):
-    """Such as rotary positions, which all blocks look up in one place."""
+    """A constant such as rotary positions, which all blocks look up in one place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_stages_have_copies_of_a_constant_that_their_layers_share(schedule: str) -> None:
-    """All shared buffers were refused, so that no model with shared rotary positions could be cut."""
+    """Regression: all shared buffers were refused, and no model with shared rotary positions could be cut."""
     angles = Angles()
     model = pp.Model([Block(angles) for _ in range(4)], squared_error, sgd)
     report = pp.check(model, random_batches([4, 6]), stages=2, schedule=schedule, microbatches=2)

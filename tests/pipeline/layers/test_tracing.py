@@ -1,4 +1,4 @@
-"""What torch.export is asked of a split module, and what is shown of its refusals."""
+"""Requests of a split module to torch.export, and how its refusals are shown."""
 
 import sys
 from typing import Any
@@ -41,7 +41,7 @@ class Options(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """As PeftModel passes on whatever it is called with."""
+    """A module that passes on any arguments, as PeftModel does."""
 
     def __init__(self) -> None:
         super().__init__()

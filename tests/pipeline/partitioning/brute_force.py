@@ -49,7 +49,7 @@ def best(
 
 
 def _choices(stages: Sequence[Stage], recompute: str) -> Iterator[tuple[Stage, ...]]:
-    """Which of them run their forward again."""
+    """Return each choice of layers that run their forward again."""
     counts = {"none": [0], "full": [len(stages)], "auto": range(len(stages) + 1)}[recompute]
     for count in counts:
         yield from combinations(stages, count)
@@ -69,7 +69,7 @@ def fullest(plan: Plan, profile: Profile, schedule: str, optimizer: float, micro
 
 
 def closed_sets(profile: Profile) -> list[Layers]:
-    """All sets of layers that have, with a layer, what it reads."""
+    """Return all sets of layers that have, with a layer, what it reads."""
     count = len(profile.layers)
     subsets = [frozenset(i for i in range(count) if bits >> i & 1) for bits in range(2**count)]
     return [s for s in subsets if all(source in s for source, reader in profile.links if reader in s)]
@@ -150,7 +150,7 @@ def _flat(plan: Sequence[Stage], copies: int = 1) -> list[Stage]:
 
 @cache
 def held(schedule: str, replicas: tuple[int, ...], microbatches: int) -> tuple[tuple[int, int], ...]:
-    """By stage what the engine runs: the most micro-batches that wait on a replica, and versions of its weights."""
+    """Return by stage the most micro-batches that wait on a replica, and the versions of its weights."""
     if schedule in ("pipedream", "pipedream_2bw"):
         timings = Updates(coalesced=schedule == "pipedream_2bw").timings(replicas)
         return tuple(
@@ -163,7 +163,7 @@ def held(schedule: str, replicas: tuple[int, ...], microbatches: int) -> tuple[t
 
 
 def _most_in_flight(timing: Timing, replicas: int) -> int:
-    """On the first replica of a stage, in the steady state: with many micro-batches in this step and the next."""
+    """Return the most micro-batches in flight on a stage's first replica, in the steady state of long steps."""
     waiting, most, many = 0, 0, 100 * timing.every
     for turn in turns(timing, 0, replicas, many, ahead=many):
         waiting += {"F": 1, "B": -1, "U": 0}[turn.op]

@@ -1,4 +1,4 @@
-"""Where a nested plan has the replicas of its stages."""
+"""The hosts of the replicas of a nested plan's stages."""
 
 from pathlib import Path
 

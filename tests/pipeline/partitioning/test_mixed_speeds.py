@@ -23,7 +23,7 @@ def topology(*speeds: float, bandwidth: float = 1e9, memory: float | None = None
 
 
 def best(profile: pp.Profile, topology: pp.Topology, order: str, most: int, recompute: str = "none") -> float:
-    """By trying all stages on all sets of devices."""
+    """Return the best time of all stages on all sets of devices."""
     everything = frozenset(range(len(profile.layers)))
     devices = frozenset(range(topology.devices))
     plans = _plans(frozenset(), everything, devices, closed_sets(profile), order, most)
@@ -140,7 +140,7 @@ def test_four_speeds_are_exact_or_within_the_proven_gap(profile: pp.Profile, spe
 
 
 def test_a_stage_recomputes_only_where_its_replicas_do_not_hold_their_share() -> None:
-    """Each counted as if it held all micro-batches, 800 bytes: the plan recomputed, and was slower than need be."""
+    """Regression: each replica counted as if it held all micro-batches, so that the plan recomputed needlessly."""
     profile = pp.Profile((pp.LayerProfile("only", 0.6, 0.3, activation_bytes=100, parameter_bytes=0),))
     plan = pp.partition(
         profile, topology(2.5, 1.0, memory=400), schedule="gpipe", recompute="auto", microbatches=8, max_replicas=2

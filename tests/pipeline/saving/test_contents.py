@@ -8,7 +8,7 @@ ONE = torch.ones(1)
 
 
 def share(name: str, newest: int) -> Saved:
-    """Of a worker with one parameter, in an asynchronous pipeline."""
+    """Return the share of a worker with one parameter, in an asynchronous pipeline."""
     return Saved(
         weights={name: ONE},
         optimizer={name: {"state": {"step": 3, "exp_avg": ONE}, "options": {"lr": 0.1, "betas": (0.9, 0.99)}}},

@@ -22,7 +22,7 @@ NAMED = ("1f1b", "gpipe", "zb_h1", "interleaved", "looped_bfs", "zbv", "dualpipe
 
 
 def named(p: int, m: int, chunks: int, memory: int | None = None) -> list[Schedule]:
-    """Those that exist for these numbers and keep within the limit."""
+    """Return the schedules that exist for these numbers and keep within the limit."""
     found = []
     for name in NAMED:
         try:

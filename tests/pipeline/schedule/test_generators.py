@@ -1,4 +1,4 @@
-"""What holds for every generator, whatever the numbers."""
+"""The properties that every generator has, for all numbers."""
 
 from itertools import pairwise
 

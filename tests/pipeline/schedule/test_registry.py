@@ -28,7 +28,7 @@ def _restore_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_by_one(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """Each micro-batch there and back before the next: a pipeline that does not overlap."""
+    """Compute each micro-batch forward and backward before the next: a pipeline that does not overlap."""
     workers = [[Action(op, s, j) for j in range(microbatches) for op in ("F", "B")] for s in range(stages)]
     return Schedule("one_by_one", tuple(map(tuple, workers)))
 
@@ -127,7 +127,7 @@ def test_a_schedule_exists_or_the_error_names_numbers_for_which_it_does(name: st
 
 
 def _advised(error: str) -> Iterator[dict[str, int]]:
-    """Each way to do what it says: all that is wrong is named at once, and one of several numbers may be chosen."""
+    """Return each option that the error advises: it names all faults at once, and may offer several numbers."""
     clauses = [re.findall(r"(?:use|or) (stages|microbatches|chunks)=(\d+)", clause) for clause in error.split("; and ")]
     assert all(clauses), error
     for chosen in itertools.product(*clauses):
@@ -135,7 +135,7 @@ def _advised(error: str) -> Iterator[dict[str, int]]:
 
 
 def test_numpys_numbers_are_numbers() -> None:
-    """They were refused as no whole numbers, and costs ended in a TypeError."""
+    """Regression: they were refused as no whole numbers, and costs ended in a TypeError."""
     schedule = make_schedule("1f1b", np.int64(2), np.int32(4))  # type: ignore[arg-type]
     assert schedule == make_schedule("1f1b", 2, 4)
     verify(schedule, memory=np.int64(2))  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_a_name_belongs_to_one_function() -> None:
     ],
 )
 def test_a_function_that_makes_something_else_is_refused(made: Schedule, message: str) -> None:
-    """One that forgot the last micro-batch trained without it: what is left is complete."""
+    """Regression: one that forgot the last micro-batch trained without it."""
     register_schedule("mine")(lambda stages, microbatches, chunks: made)
     with pytest.raises(ScheduleError, match=f"schedule 'mine': its function .*{message}"):
         make_schedule("mine", 2, 4)

@@ -34,7 +34,7 @@ def test_a_worker_may_wait_for_itself() -> None:
 
 
 def test_a_send_waits_for_the_receiver_when_the_channel_is_full() -> None:
-    """Each worker fills the other's channel before it empties its own; with one message more it works."""
+    """Let both workers fill the other's channel before they empty their own; one message more would fit."""
     schedule = make_schedule("looped_bfs", stages=2, microbatches=4)
     assert len(list(run_order(schedule, credits=2))) == 32
     with pytest.raises(ScheduleError) as caught:

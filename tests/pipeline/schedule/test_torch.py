@@ -1,4 +1,4 @@
-"""With equal costs no generator is slower than torch.distributed.pipelining's of that name.
+"""Our generators beside those of torch.distributed.pipelining: with equal costs none is slower than its namesake.
 
 torch's tables come from its pure functions, on a stand-in for the schedule object: the real one wants process groups.
 """
@@ -89,7 +89,7 @@ def test_gpipe_is_torchs(stages: int, microbatches: int) -> None:
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(p, m) for p, m in SIZES if m >= p])
 def test_1f1b_is_torchs(stages: int, microbatches: int) -> None:
-    """With fewer micro-batches than stages torch's table has forwards of micro-batches that do not exist."""
+    """Micro-batches are as many as stages: with fewer, torch's table has forwards of some that do not exist."""
     theirs = as_schedule(one_f_one_b(stages, microbatches, 1))
     assert make_schedule("1f1b", stages, microbatches).workers == theirs.workers
 

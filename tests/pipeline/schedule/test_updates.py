@@ -1,4 +1,4 @@
-"""When the stages of an asynchronous pipeline update, and that they never wait for each other in a ring."""
+"""The updates of an asynchronous pipeline's stages, which never wait for each other in a ring."""
 
 from collections.abc import Sequence
 

@@ -31,7 +31,7 @@ def test_only_filling_the_pipeline_leaves_a_bubble(p: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 8), (4, 8), (6, 12)])
 def test_it_stashes_no_more_than_1f1b(p: int, m: int) -> None:
-    """Its stages are half as large, so it may stash twice as many."""
+    """The stages are half as large, so twice as many activations are allowed."""
     assert max(peak_activations(make_schedule("zbv", p, m))) <= 2 * max(peak_activations(make_schedule("1f1b", p, m)))
 
 

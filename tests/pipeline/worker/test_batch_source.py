@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 class Feeder:
-    """Its batches from `broken_from` on cannot be had."""
+    """A feeder whose batches from `broken_from` on cannot be had."""
 
     def __init__(self) -> None:
         self.broken_from = 3

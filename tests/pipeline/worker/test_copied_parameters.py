@@ -30,7 +30,7 @@ class Tokens(nn.Module):
 
 
 class Words(nn.Module):
-    """Its backward needs what the rows were."""
+    """A layer whose backward needs the rows as they were."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Follows(nn.Module):
 
 
 class Normalizes(nn.Module):
-    """Its scale fits the first micro-batch, as that of a flow's ActNorm does."""
+    """A layer whose scale fits the first micro-batch, as that of a flow's ActNorm does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_a_table_with_a_largest_norm_is_not_looked_up_twice(recompute: Any) -> N
 
 
 def test_evaluation_leaves_the_table_alone() -> None:
-    """What it looked up stayed shorter, as if the evaluation had trained it."""
+    """Regression: the rows that it looked up stayed shorter, as if the evaluation had trained them."""
     batches = random_batches([16, 16])
     with launched("thread", _model(Tokens), batches[:1], stages=2, microbatches=4) as pipeline:
         pipeline.step()
@@ -129,7 +129,7 @@ def test_evaluation_leaves_the_table_alone() -> None:
 
 
 class LooksUp(nn.Module):
-    """As `Tokens`, by a function: nothing says so before it has run."""
+    """A layer like `Tokens`, by a function: nothing tells that it is one before it has run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_evaluation_leaves_parameters_alone_to_which_a_forward_writes(layer: typ
 
 
 class Fails(nn.Module):
-    """For one batch, once all stages before have looked up their rows."""
+    """A layer that fails for one batch, once all stages before have looked up their rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) == 3:

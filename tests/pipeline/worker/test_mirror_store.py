@@ -80,7 +80,7 @@ def test_the_last_two_are_kept_and_forgotten_with_another_state(tmp_path: Path) 
 
 
 def test_a_checkpoint_that_cannot_be_loaded_leaves_the_mirrors(tmp_path: Path) -> None:
-    """They were forgotten first: with a damaged checkpoint nothing was left to go back to."""
+    """Regression: the mirrors were forgotten first, and with a damaged checkpoint nothing was left to go back to."""
     with launched("thread", small_model(), BATCHES, stages=2) as pipeline:
         pipeline.step()
         pipeline.mirror()

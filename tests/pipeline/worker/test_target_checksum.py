@@ -125,7 +125,7 @@ def test_a_batch_for_one_stage_and_none_for_the_other_is_no_end_of_the_data() ->
 
 
 class Client:
-    """A feeder's, whose replies are there at once."""
+    """A feeder's client, whose replies are there at once."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.futures = self

@@ -1,4 +1,4 @@
-"""Where the optimizer's state is after it was restored; a GPU is played by torch's meta device."""
+"""The device of the optimizer's state after it was restored; torch's meta device stands for a GPU."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class Scaled(nn.Module):
 
 
 def state_of(parameter: nn.Parameter) -> dict[str, Tensor]:
-    """What Adam keeps of it, as a checkpoint has it: on the host."""
+    """Return what Adam keeps of a parameter, as a checkpoint has it: on the host."""
     like = torch.ones(parameter.shape)
     return {"step": torch.tensor(3.0), "exp_avg": like, "exp_avg_sq": like.clone()}
 
