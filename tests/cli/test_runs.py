@@ -77,7 +77,11 @@ def dead(start: Start) -> Iterator[tuple[RunRecord, subprocess.Popen[bytes]]]:
     run.process.kill()
     run.process.wait()
     template.kill()
-    psutil.wait_procs([template, *(psutil.Process(pid) for pid in pids.values() if psutil.pid_exists(pid))], timeout=10)
+    family = [template]
+    for pid in pids.values():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with its template
+            family.append(psutil.Process(pid))
+    psutil.wait_procs(family, timeout=10)
     yield record, left
     left.kill()
     left.wait()

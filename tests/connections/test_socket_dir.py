@@ -12,7 +12,7 @@ import pytest
 from lp_pipe.cli.main import main
 from lp_pipe.connections import socket_dir
 from lp_pipe.connections.socket_dir import abandoned_socket_dirs, make_socket_dir
-from tests.launch.engines.programs import SCRIPT
+from tests.launch.engines.programs import echo_script
 from tests.waiting import until
 
 MAKE_ONE = "from lp_pipe.connections.socket_dir import make_socket_dir; print(make_socket_dir())"
@@ -46,7 +46,7 @@ def test_clean_removes_abandoned_folders(socket_home: Path, capsys: pytest.Captu
 def test_an_agent_whose_template_died_with_the_launcher_removes_its_folder(
     script: "Callable[[str], subprocess.Popen[str]]", socket_home: Path
 ) -> None:
-    launcher = script(SCRIPT.format(options={"engine": "local", "hosts": "2"}))
+    launcher = script(echo_script("engine='local', hosts='2'"))
     assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
     family = psutil.Process(launcher.pid).children(recursive=True)
     forked = [one for one in family if "template_process" in " ".join(one.cmdline())]  # templates, and their nodes

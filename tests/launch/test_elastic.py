@@ -16,7 +16,7 @@ import lp_pipe as lp
 from lp_pipe.launch import elastic
 from lp_pipe.launch.elastic import HostCount
 from lp_pipe.launch.engines import Invitation, LocalEngine, StartedAgent
-from tests.launch.engines.programs import are_gone, grown
+from tests.launch.engines.programs import agent_of, are_gone, grown
 from tests.waiting import until
 
 WITHIN_S = 30.0
@@ -161,8 +161,7 @@ def test_so_does_one_long_after_the_loss_of_a_host_that_it_did_not_need(
 
     run, _ = launched(running(fail), "2", "1:1")
     until((tmp_path / "starts").exists)
-    (spare,) = [child for child in psutil.Process().children() if "--name local1 " in " ".join(child.cmdline())]
-    spare.kill()
+    agent_of("local1").kill()  # the spare one
     until(lambda: run._losses == 1)
     (tmp_path / "fail").touch()
     with pytest.raises(lp.NodeError, match="ValueError: mine"):

@@ -18,7 +18,7 @@ from lp_pipe.launch.plan.host_placement import HostPlacement
 from lp_pipe.launch.plan.placement import Placement
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.supervision.messages import Failure
-from tests.launch.engines.programs import Probe, are_gone
+from tests.launch.engines.programs import Probe, agent_of, are_gone
 from tests.waiting import until
 
 WITHIN_S = 20.0
@@ -36,12 +36,6 @@ def program(**options: Any) -> lp.Program:
 
 def launched(made: lp.Program, hosts: str) -> lp.Run:
     return lp.launch(made, "multi_host", engine=LocalEngine(hosts), grace=2.0)
-
-
-def agent_of(host: str) -> psutil.Process:
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    (found,) = [child for child in children if f"--name {host} " in " ".join(child.cmdline())]
-    return found
 
 
 def host_of(run: lp.Run, node_id: str) -> str:

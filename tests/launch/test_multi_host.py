@@ -16,9 +16,11 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.launch.engines import HostOffer, Invitation, LocalEngine, StartedAgent
+from tests.launch.engines.programs import agent_of, echo_script
 from tests.waiting import until
 
 WITHIN_S = 20.0
+AT_ONCE_S = 3.0  # on a busy machine, too; a host that is only silent counts as lost after 7 s
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -40,16 +42,6 @@ def probes(count: int = 2, **options: Any) -> lp.Program:
 
 def launched(program: lp.Program, hosts: str = "2", **options: Any) -> lp.Run:
     return lp.launch(program, "multi_host", hosts=hosts, grace=2.0, **options)
-
-
-def agent_of(host: str, launcher: int | None = None) -> psutil.Process:
-    found = [
-        child
-        for child in psutil.Process(launcher).children()
-        if child.cmdline()[-6:][:1] == ["--join"] and f"--name {host} " in " ".join(child.cmdline())
-    ]
-    assert len(found) == 1
-    return found[0]
 
 
 def agent_above(pid: int) -> int:
@@ -95,7 +87,7 @@ def test_a_node_that_is_killed_is_known_at_once_with_its_host_and_last_lines() -
     killed = time.monotonic()
     os.kill(run.status()["probe"][1]["pid"], signal.SIGKILL)
     until(lambda: run.failure is not None)
-    assert time.monotonic() - killed < 1.0
+    assert time.monotonic() - killed < AT_ONCE_S
     with pytest.raises(lp.NodeError, match="killed by SIGKILL") as caught:
         run.wait(WITHIN_S)
     assert "probe/1 on local1 failed" in caught.value.report and "my last words" in caught.value.report
@@ -107,7 +99,7 @@ def test_an_agent_that_is_killed_is_the_loss_of_its_host_and_the_end_of_its_node
     killed = time.monotonic()
     agent_of("local1").kill()
     until(lambda: run.failure is not None)
-    assert time.monotonic() - killed < 1.0
+    assert time.monotonic() - killed < AT_ONCE_S
     with pytest.raises(lp.NodeError, match=r"HostLost: host 'local1' is lost: .*killed by SIGKILL"):
         run.wait(WITHIN_S)
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids), within_s=7.0)
@@ -125,29 +117,9 @@ def test_a_host_that_goes_silent_is_lost_after_a_while() -> None:
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids), within_s=7.0)
 
 
-SCRIPT = """
-import os, time
-import lp_pipe as lp
-
-class Echo:
-    def echo(self, value):
-        return value
-
-program = lp.Program("orphans")
-with program.group("echo"):
-    for _ in range(2):
-        program.add_node(lp.CourierNode(Echo))
-with lp.launch(program, "multi_host") as run:
-    for index in range(2):
-        run.client("echo", index).echo(1)
-    print("ready", flush=True)
-    run.wait()
-"""
-
-
 @pytest.mark.slow
 def test_nothing_outlives_a_launcher_that_is_killed(script: "Callable[[str], subprocess.Popen[str]]") -> None:
-    launcher = script(SCRIPT)
+    launcher = script(echo_script())
     assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
     family = psutil.Process(launcher.pid).children(recursive=True)
     assert len(family) >= 6  # agents, templates, nodes
@@ -158,9 +130,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(script: "Callable[[str], sub
 
 @pytest.mark.slow
 def test_a_launcher_that_stalls_for_five_seconds_goes_on(script: "Callable[[str], subprocess.Popen[str]]") -> None:
-    launcher = script(
-        SCRIPT.replace("run.wait()", "time.sleep(6)\n    print(run.client('echo', 1).echo('on'), flush=True)")
-    )
+    launcher = script(echo_script(then="time.sleep(6); print(run.client('echo', 1).echo('on'), flush=True)"))
     assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
     launcher.send_signal(signal.SIGSTOP)
     time.sleep(5)

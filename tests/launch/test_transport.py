@@ -1,5 +1,6 @@
 """The transport between hosts: with transport="grpc" all traffic is gRPC, with the same results."""
 
+import contextlib
 import dataclasses
 import functools
 import socket
@@ -63,10 +64,11 @@ def program(channel: str = "auto") -> lp.Program:
 
 
 def tcp_connections() -> Iterator[Any]:
-    """Yield those of all processes of the run, of which this one is the launcher."""
+    """Yield the connections of all processes of the run, of which this one is the launcher."""
     own = psutil.Process()
     for process in [own, *own.children(recursive=True)]:
-        yield from process.net_connections("tcp")
+        with contextlib.suppress(psutil.NoSuchProcess):  # one of an earlier run may end meanwhile
+            yield from process.net_connections("tcp")
 
 
 @pytest.mark.parametrize(("transport", "protocol"), [("grpc", "h2"), ("tls", None)])

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,14 +28,19 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Counter:
     def __init__(self) -> None:
         self._count = 0
+        self._is_slow = threading.Event()
 
     def add(self, number: int = 1) -> int:
         self._count += number
         return self._count
 
     def slowly(self) -> str:
+        self._is_slow.set()
         time.sleep(0.5)
         return "done"
+
+    def wait_until_slow(self) -> bool:
+        return self._is_slow.wait(WITHIN_S)
 
 
 @pytest.fixture
@@ -54,7 +60,7 @@ def test_a_client_in_another_process_needs_only_host_and_port(server: lp.Courier
         print(client.add(40), client.futures.add().result(), lp.list_methods(client))
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "42 43 ['add', 'slowly']\n", done.stderr
+    assert done.stdout == "42 43 ['add', 'slowly', 'wait_until_slow']\n", done.stderr
 
 
 def test_without_a_server_a_call_waits_for_it_as_long_as_it_may(unused_port: int) -> None:
@@ -76,7 +82,7 @@ def test_after_a_stop_nothing_serves_there_and_calls_in_progress_have_ended(
     client = lp.CourierClient(server.address, call_timeout=WITHIN_S, wait_for_ready=False)
     assert client.add() == 1
     pending = client.futures.slowly()
-    time.sleep(0.1)
+    assert client.wait_until_slow()
     server.stop()
     assert pending.result(WITHIN_S) == "done"
     server.stop()

@@ -1,5 +1,6 @@
 """Programs that the tests of all engines launch, and how they wait."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -9,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 import lp_pipe as lp
-import lp_pipe.pipeline as pp
 
 WITHIN_S = 30.0
 REPOSITORY = Path(__file__).parents[3]
@@ -25,8 +24,10 @@ class Probe:
         return function(*args)
 
 
-SCRIPT = """
+_ECHO_SCRIPT = """
+import time
 import lp_pipe as lp
+from lp_pipe.launch.engines import SshEngine
 
 class Echo:
     def echo(self, value):
@@ -36,12 +37,20 @@ program = lp.Program("orphans")
 with program.group("echo"):
     for _ in range(2):
         program.add_node(lp.CourierNode(Echo))
-with lp.launch(program, "multi_host", **{options!r}) as run:
+with lp.launch(program, "multi_host", {options}) as run:
     for index in range(2):
         run.client("echo", index).echo(1)
     print("ready", flush=True)
-    run.wait()
+    {then}
 """
+
+
+def echo_script(options: str = "", then: str = "run.wait()") -> str:
+    """Return a script that launches two servers, prints "ready", and waits for its end.
+
+    options, then: Python source of the options of the launch, and of what follows it.
+    """
+    return _ECHO_SCRIPT.format(options=options, then=then)
 
 
 def probes(count: int = 2, **resources: Any) -> lp.Program:
@@ -74,7 +83,12 @@ def asking(count: int, variable: str) -> lp.Program:
 
 
 def trained(mode: str, channel: str = "auto", **options: Any) -> str:
-    """The fingerprint of a pipeline's parameters after some steps."""
+    """Return the fingerprint of a pipeline's parameters after some steps."""
+    # Nodes of programs without a pipeline import this file, and torch would take them a second.
+    import torch
+
+    import lp_pipe.pipeline as pp
+
     model = pp.Model(
         [pp.Layer(torch.nn.Linear, 8, 8), pp.Layer(torch.nn.Tanh), pp.Layer(torch.nn.Linear, 8, 8)],
         torch.nn.functional.mse_loss,
@@ -116,7 +130,7 @@ def char_gpt(folder: Path, mode: str, *flags: str) -> str:
 
 
 def agents() -> dict[str, psutil.Process]:
-    """The agents on this machine, by the name of their host."""
+    """Return the agents on this machine, by the name of their host."""
     found = {}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
@@ -125,8 +139,27 @@ def agents() -> dict[str, psutil.Process]:
     return found
 
 
+def agent_of(host: str) -> psutil.Process:
+    """Return the agent of a host, which this process has started."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # another one may end at any moment
+            if child.status() != psutil.STATUS_ZOMBIE and f"--name {host} " in " ".join(child.cmdline()):
+                found.append(child)
+    (agent,) = found
+    return agent
+
+
 def are_gone(pids: Iterable[int]) -> bool:
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    return not any(map(is_running, pids))
+
+
+def is_running(pid: int) -> bool:
+    """Return whether the process is there; a zombie is not. It may end at any moment."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def seen_by_others(text: str) -> list[int]:

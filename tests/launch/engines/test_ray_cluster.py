@@ -18,12 +18,12 @@ from lp_pipe.connections.credentials import Credentials
 from lp_pipe.launch.engines import Invitation, RayEngine, StartedAgent
 from tests.launch.engines.programs import (
     REPOSITORY,
-    SCRIPT,
     WITHIN_S,
     agents,
     are_gone,
     asking,
     char_gpt,
+    echo_script,
     grown,
     probes,
     seen_by_others,
@@ -143,7 +143,7 @@ def test_a_node_that_is_killed_is_named(address: str) -> None:
 def test_nothing_is_left_when_the_launcher_is_killed(
     address: str, script: "Callable[[str], subprocess.Popen[str]]"
 ) -> None:
-    launcher = script(SCRIPT.format(options=options(address)))
+    launcher = script(echo_script(f"**{options(address)!r}"))
     assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
     found = [agents()[f"{HOST}-{number}"] for number in (1, 2)]
     family = [process.pid for agent in found for process in (agent, *agent.children(recursive=True))]

@@ -16,12 +16,12 @@ from lp_pipe.launch.engines import HostOffer, Invitation, SlurmEngine, StartedAg
 from tests.launch.engines import slurm_cluster
 from tests.launch.engines.programs import (
     REPOSITORY,
-    SCRIPT,
     WITHIN_S,
     agents,
     are_gone,
     asking,
     char_gpt,
+    echo_script,
     grown,
     probes,
     seen_by_others,
@@ -135,7 +135,7 @@ def test_a_node_that_is_killed_is_named() -> None:
 def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(
     cluster: slurm_cluster.SlurmCluster, script: "Callable[[str], subprocess.Popen[str]]"
 ) -> None:
-    launcher = script(SCRIPT.format(options={"engine": "slurm", "hosts": "2"}))
+    launcher = script(echo_script("engine='slurm', hosts='2'"))
     assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
     assert cluster.tasks()
     launcher.kill()

@@ -12,7 +12,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.launch.engines import SshEngine
 from tests.launch.engines import namespaces
-from tests.launch.engines.programs import WITHIN_S, trained
+from tests.launch.engines.programs import WITHIN_S, echo_script, trained
 from tests.waiting import until
 
 pytestmark = [
@@ -99,31 +99,11 @@ def test_a_host_whose_link_is_cut_is_known_to_be_lost_within_ten_seconds(doomed_
     until(lambda: not any(doomed_hosts.pids(name) for name in doomed_hosts.names), within_s=cut + 23 - time.monotonic())
 
 
-SCRIPT = """
-import sys
-import lp_pipe as lp
-from lp_pipe.launch.engines import SshEngine
-
-class Echo:
-    def echo(self, value):
-        return value
-
-program = lp.Program("orphans")
-with program.group("echo"):
-    for _ in range(2):
-        program.add_node(lp.CourierNode(Echo))
-with lp.launch(program, "multi_host", engine=SshEngine("h1,h2", ssh_config={config!r}, python={python!r})) as run:
-    for index in range(2):
-        run.client("echo", index).echo(1)
-    print("ready", flush=True)
-    run.wait()
-"""
-
-
 def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(
     hosts: namespaces.Hosts, script: "Callable[[str], subprocess.Popen[str]]"
 ) -> None:
-    launcher = script(SCRIPT.format(config=hosts.ssh_config, python=hosts.python))
+    engine = f"SshEngine('h1,h2', ssh_config={hosts.ssh_config!r}, python={hosts.python!r})"
+    launcher = script(echo_script(f"engine={engine}"))
     assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
     assert all(hosts.pids(name) for name in hosts.names)
     launcher.kill()
