@@ -12,7 +12,7 @@ Params = dict[str, Any]  # nested as the space is
 
 
 @dataclass(frozen=True)
-class Uniform:
+class UniformRange:
     """A real number between `low` and `high`, each equally likely."""
 
     low: float
@@ -24,7 +24,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class Log:
+class LogRange:
     """A positive real number between `low` and `high`, whose logarithm is uniform."""
 
     low: float
@@ -37,7 +37,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Integer:
+class IntegerRange:
     """A whole number from `low` to `high`, both included."""
 
     low: int
@@ -76,20 +76,20 @@ class Constant:
         return (self.value,)
 
 
-Dimension = Uniform | Log | Integer | Choice | Constant
+Dimension = UniformRange | LogRange | IntegerRange | Choice | Constant
 
 
-def uniform(low: float, high: float) -> Uniform:
+def uniform(low: float, high: float) -> UniformRange:
     """Draw a real number from [low, high].
 
     Raises:
         ValueError: `low` is not below `high`, or one is not finite.
     """
     _check_range("uniform", low, high)
-    return Uniform(float(low), float(high))
+    return UniformRange(float(low), float(high))
 
 
-def log(low: float, high: float) -> Log:
+def log(low: float, high: float) -> LogRange:
     """Draw a real number from [low, high] with a uniform logarithm, as suits learning rates.
 
     Raises:
@@ -98,10 +98,10 @@ def log(low: float, high: float) -> Log:
     _check_range("log", low, high)
     if low <= 0:
         raise ValueError(f"log({low}, {high}): both ends must be above 0, since the logarithm is drawn")
-    return Log(float(low), float(high))
+    return LogRange(float(low), float(high))
 
 
-def integer(low: int, high: int) -> Integer:
+def integer(low: int, high: int) -> IntegerRange:
     """Draw a whole number from low, low + 1, …, high.
 
     Raises:
@@ -109,7 +109,7 @@ def integer(low: int, high: int) -> Integer:
     """
     if int(low) != low or int(high) != high or low > high:
         raise ValueError(f"integer({low}, {high}): two whole numbers are needed, the lower one first")
-    return Integer(int(low), int(high))
+    return IntegerRange(int(low), int(high))
 
 
 def choice(*options: Any) -> Choice:
@@ -180,7 +180,7 @@ def grid(space: Mapping[str, Any]) -> list[Params]:
     """
     names, values = [], []
     for name, dimension in dimensions(space):
-        if isinstance(dimension, Uniform | Log):
+        if isinstance(dimension, UniformRange | LogRange):
             raise ValueError(
                 f"{name} is drawn from a range, which has no grid: give the values, as ls.choice(0.1, 0.2)"
             )

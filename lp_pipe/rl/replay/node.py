@@ -1,0 +1,145 @@
+"""The node that serves replay tables: calls that a rate limiter holds back wait without a thread."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import lp_pipe as lp
+from lp_pipe.rl.replay.table import Sample, Table, TableState
+from lp_pipe.rl.tree import Array, leaves_of
+
+
+class ReplayNode(lp.CourierNode):
+    """A node with tables, by name. seed: of all samples.
+
+    Its client has insert, sample, update_priorities, info, state_dict and load_state_dict.
+    """
+
+    def __init__(self, tables: Mapping[str, Table], seed: int = 0) -> None:
+        """Raises:
+        ValueError: there is no table.
+        """
+        if not tables:
+            raise ValueError("a replay node needs at least one table: rl.ReplayNode({'replay': rl.Table(10_000)})")
+        super().__init__(ReplayServer, dict(tables), seed)
+
+
+class _Waiting(NamedTuple):
+    """A call about `items` items that waits for the rate limiter. work: what it does once it may."""
+
+    items: int
+    work: Callable[[], Any]
+    result: "asyncio.Future[Any]"
+
+
+class _Served:
+    """A table with the calls that wait for its limiter, of each kind in the order of arrival."""
+
+    def __init__(self, name: str, state: TableState) -> None:
+        self._name = name
+        self.state = state
+        self._inserts: deque[_Waiting] = deque()
+        self._samples: deque[_Waiting] = deque()
+
+    async def insert(self, count: int, work: Callable[[], Any]) -> Any:
+        self.state.options.rate_limiter.check_insert(count, self._name)
+        return await self._in_turn(self._inserts, self.state.may_insert, count, work)
+
+    async def sample(self, count: int, work: Callable[[], Any]) -> Any:
+        self.state.options.rate_limiter.check_sample(count, self._name)
+        return await self._in_turn(self._samples, self.state.may_sample, count, work)
+
+    def serve_waiting(self) -> None:
+        """Answer all waiting calls that may pass now, each kind in the order of arrival."""
+        is_served = True
+        while is_served:
+            is_served = self._serve_first(self._inserts, self.state.may_insert)
+            is_served |= self._serve_first(self._samples, self.state.may_sample)
+
+    async def _in_turn(
+        self, queue: deque[_Waiting], may_pass: Callable[[int], bool], count: int, work: Callable[[], Any]
+    ) -> Any:
+        if not queue and may_pass(count):
+            result = work()
+            self.serve_waiting()
+            return result
+        waiting = _Waiting(count, work, asyncio.get_running_loop().create_future())
+        queue.append(waiting)
+        return await waiting.result
+
+    def _serve_first(self, queue: deque[_Waiting], may_pass: Callable[[int], bool]) -> bool:
+        while queue and queue[0].result.done():
+            queue.popleft()  # its caller has gone
+        if not queue or not may_pass(queue[0].items):
+            return False
+        waiting = queue.popleft()
+        try:
+            waiting.result.set_result(waiting.work())
+        except Exception as error:  # belongs to this caller, not to the one whose call made room
+            waiting.result.set_exception(error)
+        return True
+
+
+class ReplayServer:
+    """What a replay node serves. All handlers run in one event loop, so a table needs no lock."""
+
+    def __init__(self, tables: Mapping[str, Table], seed: int) -> None:
+        seeds = np.random.SeedSequence(seed).spawn(len(tables))
+        self._tables = {
+            name: _Served(name, TableState(table, np.random.default_rng(one)))
+            for (name, table), one in zip(tables.items(), seeds, strict=True)
+        }
+
+    async def insert(self, table: str, items: Any, priorities: Any = None) -> Array:
+        """Insert a tree of arrays with one leading axis, once the table's limiter admits it; return the keys.
+
+        Raises:
+            ValueError: the items do not fit to earlier ones, a priority is negative or NaN, or the call can never pass.
+        """
+        served = self._of(table)
+        count = next((len(leaf) for _, leaf in leaves_of(items)), 0)
+        keys: Array = await served.insert(count, lambda: served.state.insert(items, priorities))
+        return keys
+
+    async def sample(self, table: str, n: int) -> Sample:
+        """Return n items, once the table's limiter admits it.
+
+        Raises:
+            ValueError: the call can never pass.
+        """
+        if n < 1:
+            raise ValueError(f"sample: n must be at least 1, got {n}")
+        served = self._of(table)
+        sample: Sample = await served.sample(n, lambda: served.state.sample(n))
+        return sample
+
+    async def update_priorities(self, table: str, keys: Any, values: Any) -> None:
+        """Set priorities of items by key; keys that are gone are ignored and counted.
+
+        Raises:
+            ValueError: a priority is negative or NaN.
+        """
+        self._of(table).state.update_priorities(keys, values)
+
+    async def info(self) -> dict[str, dict[str, int]]:
+        """Return the counts of each table."""
+        return {name: served.state.info() for name, served in self._tables.items()}
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Return the state of all tables."""
+        return {name: served.state.state_dict() for name, served in self._tables.items()}
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        for name, served in self._tables.items():
+            served.state.load_state_dict(state[name])
+            served.serve_waiting()
+
+    def _of(self, table: str) -> _Served:
+        served = self._tables.get(table)
+        if served is None:
+            raise KeyError(f"there is no table {table!r}; tables: {', '.join(self._tables)}")
+        return served
