@@ -30,7 +30,7 @@ from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
 from lp_pipe.data_parallel.shards import ReplicaBuffers
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError
-from lp_pipe.training.rng import step_rng
+from lp_pipe.training.rng import generators_locked, step_rng
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -445,15 +445,17 @@ class ReplicaSteps:
             for optimizer in self._optimizers
             for group in optimizer.param_groups
         ]
-        generators = torch.get_rng_state(), random.getstate()
+        with generators_locked():  # a worker in another thread may be in a shard
+            generators = torch.get_rng_state(), random.getstate()
 
         def undo() -> None:
             for name, state in kept.items():
                 self._state[name].load_state_dict(state)
             for group, values in options:
                 group.update(values)
-            torch.set_rng_state(generators[0])
-            random.setstate(generators[1])
+            with generators_locked():
+                torch.set_rng_state(generators[0])
+                random.setstate(generators[1])
 
         return undo
 
