@@ -1,6 +1,8 @@
 """Workers write and read a torch Distributed Checkpoint without a process group."""
 
+import io
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,34 @@ def test_a_changed_byte_is_found_before_it_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"cannot read .*{file.name}.*model\.a: its contents have changed"):
         found.read([("model", "a")])
     assert torch.equal(found.read([("model", "b")])["model", "b"], torch.ones(2))
+
+
+class Acts:
+    """A pickle that does more than data: it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._path,)
+
+
+@pytest.mark.parametrize("form", ["torch's", "plain"])
+@pytest.mark.parametrize("key", [ENTRY, ("model", "a"), ("model", "no_tensor")])
+def test_a_part_that_was_changed_with_its_metadata_runs_no_code(tmp_path: Path, key: EntryKey, form: str) -> None:
+    folder, trace, content = tmp_path / "checkpoint", tmp_path / "trace", io.BytesIO()
+    write(folder, [weights(a=torch.ones(3), no_tensor={"lr": 0.1})])
+    torch.save([Acts(trace)], content) if form == "torch's" else pickle.dump([Acts(trace)], content)
+    described = pickle.loads((folder / ".metadata").read_bytes())
+    for index, stored in described.storage_data.items():
+        if index.fqn == ".".join(key):
+            stored.relative_path, stored.offset, stored.length = "changed.distcp", 0, len(content.getvalue())
+    (folder / "changed.distcp").write_bytes(content.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    found = SavedFolder(folder)
+    with pytest.raises(CheckpointError, match=r"changed\.distcp"):
+        found.read([key])
+    assert not trace.exists()
 
 
 def test_who_needs_a_part_reads_the_files_that_have_it(tmp_path: Path) -> None:
