@@ -1,6 +1,7 @@
 """Give every test process one compute thread and no hypothesis deadline; launch programs so that leaks are found."""
 
 import os
+import resource
 
 # Read when torch or numpy is first imported, so it is set here, before any test module. Child processes inherit it:
 # two xdist workers that each start several nodes would otherwise ask for cores × nodes threads.
@@ -126,6 +127,15 @@ def no_leaks(without_torch: None) -> Iterator[None]:
     """Assert after the test that nothing is left which was not there before."""
     with assert_no_leaks():
         yield
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """Let this process open as many descriptors as it may: thousands of connections have two ends here."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture(params=os.environ.get("LP_PIPE_TEST_MODES", "thread,process").split(","))

@@ -109,10 +109,10 @@ class Target:
 
 
 @contextlib.contextmanager
-def under_attack(engine: Confiding) -> Iterator[Target]:
+def under_attack(engine: Confiding, transport: str = "auto") -> Iterator[Target]:
     """The program runs; at the end it must have its right result, and have failed in nothing."""
     ports_before = set(strangers.ports_of([os.getpid()]))
-    with lp.launch(bank(), "multi_host", engine=engine, grace=3.0) as run:
+    with lp.launch(bank(), "multi_host", engine=engine, grace=3.0, transport=transport) as run:
         target = Target(run, engine, ports_before)
         yield target
         target.clients[1].close()

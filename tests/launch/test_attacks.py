@@ -1,7 +1,9 @@
 """Strangers at every port of a program on several hosts: they are thrown out, run nothing, and the program goes on."""
 
 import contextlib
+import dataclasses
 import os
+import pickle
 import re
 import socket
 import stat
@@ -12,13 +14,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import psutil
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.connections import Frame, frames
-from lp_pipe.connections.credentials import generate_credentials
+from lp_pipe.connections import Frame, frames, grpc_stream
+from lp_pipe.connections.credentials import Credentials, generate_credentials
+from lp_pipe.connections.tcp_endpoint import SECURE
 from lp_pipe.connections.tls_acceptor import GREETING, MAGIC
 from lp_pipe.launch.processes import template
 from lp_pipe.testing import assert_no_leaks
@@ -111,6 +115,55 @@ def test_half_handshakes_are_thrown_out_after_ten_seconds(target: Target) -> Non
             strangers._answered(sock)
         assert 5.0 < time.monotonic() - began < WITHIN_S
     assert strangers.open_descriptors(target.pids[0]) <= before + 10
+
+
+@pytest.fixture(scope="module")
+def grpc_target() -> Iterator[Target]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template, "_WORTH_PRELOADING", ())
+        with assert_no_leaks(), under_attack(Confiding("2"), "grpc") as target:
+            yield target
+
+
+def test_a_grpc_port_refuses_strangers_and_runs_nothing_of_theirs(grpc_target: Target, mark: Path) -> None:
+    bomb = call_with_bomb(mark, "ask")
+    for port in grpc_target.ports:
+        throw(port, random_strings(1000, seed=port))
+        for shown in (None, generate_credentials()):
+            assert through_tls(port, shown, bomb) == b""
+        through_tls(port, grpc_target.ours, bomb)  # no HTTP/2
+        wrong = dataclasses.replace(grpc_target.ours, token="0" * 64)
+        for credentials in (generate_credentials(), wrong):
+            with pytest.raises(lp.Unavailable):
+                call_by_grpc(port, credentials, mark)
+    assert grpc_target.answer_s() < 5.0
+    assert not mark.exists()
+    call_by_grpc(grpc_target.ports[0], grpc_target.ours, mark)  # of the run: it may run code
+    until(mark.exists)
+
+
+def call_by_grpc(port: int, credentials: Credentials, mark: Path) -> None:
+    """Send a call with a bomb, and wait until it is answered, or raise Unavailable."""
+    connection = grpc_stream.connect(f"{SECURE}127.0.0.1:{port}", None, credentials)
+    answers: SimpleQueue[str] = SimpleQueue()
+    connection.start(lambda frame: answers.put(""), answers.put)
+    with contextlib.closing(connection):
+        connection.send(Frame(frames.CALL, 1, "ask", pickle.dumps(((strangers.Bomb(mark),), {}))))
+        if reason := answers.get(timeout=WITHIN_S):
+            raise lp.Unavailable(reason)
+
+
+@pytest.mark.parametrize("name", ["target", "grpc_target"])
+def test_two_thousand_half_open_connections_keep_nobody_waiting(
+    name: str, request: pytest.FixtureRequest, many_descriptors: None
+) -> None:
+    target: Target = request.getfixturevalue(name)
+    hello = strangers.client_hello()[:100]
+    with contextlib.ExitStack() as stack:
+        for port in target.ports:
+            stack.enter_context(strangers.held_open(port, 2000, hello))
+        assert target.answer_s() < 5.0
+        assert target.run.client("account").ask(os.getpid) == target.pids[0]  # also over a new connection
 
 
 # With the certificate of the run, and nothing more.
