@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lp_pipe.channels.packing import copied
 from lp_pipe.measuring.layer_memory import LayerStash, PeakMeter, stash_bytes
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.layers.build import build_layers
@@ -17,7 +18,7 @@ from lp_pipe.pipeline.layers.message import Message, tensors_of, to_message
 from lp_pipe.pipeline.layers.model import Loss
 from lp_pipe.pipeline.layers.skips import popped_by
 from lp_pipe.pipeline.layers.tied import Names, tie
-from lp_pipe.training.device import copied_on, to_device
+from lp_pipe.training.device import to_device
 
 _WARMUPS = 2
 _MICROBATCH = 0
@@ -158,7 +159,7 @@ class Rounds:
 
     def _apart(self, message: Message) -> Message:
         """Return the message with memory of its own, as if it had been sent: a stage may write to its input."""
-        return message._replace(value=copied_on(message.value, self._device))
+        return message._replace(value=copied(message.value))
 
     def _wait(self) -> None:
         """Wait until the device has done what it was asked to do."""

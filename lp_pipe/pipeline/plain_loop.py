@@ -53,7 +53,8 @@ class PlainLoop:
         self._precision = precision
         self._on_nan = on_nan
         self._scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-        self._layers = build_layers(sources, 0, model.seed)
+        with current(device):
+            self._layers = build_layers(sources, 0, model.seed)
         tied = tied_names(sources, model.tied)
         tie(self._layers, 0, tied, {}, model.seed)
         for layer in self._layers:

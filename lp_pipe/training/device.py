@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lp_pipe.channels.packing import copied
 from lp_pipe.errors import PipelineError
 from lp_pipe.private_torch import pytree
 
@@ -46,8 +45,10 @@ def choose_device(name: str, rank: int) -> torch.device:
     Raises:
         PipelineError: there is no such GPU.
     """
+    if name == "cpu":  # without a question to the driver, which would take memory on a GPU
+        return CPU
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "cpu" or (name == "auto" and not count):
+    if name == "auto" and not count:
         return CPU
     wanted = int(name.partition(":")[2]) if ":" in name else rank % max(count, 1)
     if wanted >= count:
@@ -58,15 +59,26 @@ def choose_device(name: str, rank: int) -> torch.device:
     return torch.device("cuda", wanted)
 
 
-def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make the device current in the body: new CUDA tensors and `step_rng` use it.
+@contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Make the device current in the body: new CUDA tensors, `layer_rng` and `step_rng` use it.
 
     The calling thread computes with the node's number of threads from now on.
+
+    Backwards run in the calling thread. By default autograd has one thread for each GPU, which stages that are threads
+    would share: one that recomputes there would wait for `step_rng`, which the other holds while a layer of it waits
+    for autograd's thread. And what layers keep for a thread would not be there.
     """
     # oneDNN's convolutions ask OpenMP, which has a number for each thread; torch sets it at the thread's first
     # question.
     torch.get_num_threads()
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with torch.autograd.set_multithreading_enabled(False):
+        if device.type != "cuda":
+            yield
+            return
+        torch.cuda.init()  # before that a GPU has no generator that could be seeded
+        with torch.cuda.device(device):
+            yield
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -77,13 +89,6 @@ def to_device(value: Any, device: torch.device) -> Any:
 def to_host(value: Any, device: torch.device) -> Any:
     """Return the value, which a stage on `device` has made, with its tensors in the host's memory."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), value) if device.type != "cpu" else value
-
-
-def copied_on(value: Any, device: torch.device) -> Any:
-    """Return what a stage of the same process would receive: the same tensors in memory of their own."""
-    if device.type == "cpu":
-        return copied(value)
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
 
 
 @contextmanager

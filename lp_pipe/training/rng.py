@@ -54,7 +54,7 @@ class step_rng:  # a class: contextlib.contextmanager would double the cost
     Use it in a plain loop too, around the call of each layer, to draw the same masks as a pipeline. A loss that draws
     counts as a layer behind the last one. An optimizer that draws (for stage worker s) counts as layer -1 - s, with the
     number of the update in the step in place of a micro-batch. A backward that draws counts as its stage's first layer
-    in micro-batch -1 - j (on a CPU).
+    in micro-batch -1 - j.
 
     Stages that are threads of one process enter such bodies one at a time.
     """

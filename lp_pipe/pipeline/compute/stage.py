@@ -295,13 +295,7 @@ class Stage(NamedLayers):
         return stash.input_gradients
 
     def _drawing(self, draws: tuple[int, int]) -> AbstractContextManager[Any]:
-        """Return the context of a backward: what draws in it (noise on gradients) draws the same in every run.
-
-        On a GPU, autograd has threads of its own: recomputed layers, which draw in them, would wait forever for the
-        lock.
-        """
-        if self._device_type != "cpu":
-            return _NOTHING
+        """Return the context of a backward: what draws in it (noise on gradients) draws the same in every run."""
         step, microbatch = draws
         return step_rng(self._seed, self.first_layer, step, backward_place(microbatch))
 

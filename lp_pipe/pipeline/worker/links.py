@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from lp_pipe.channels.packing import copied
 from lp_pipe.pipeline.schedule.channels import Channels
 from lp_pipe.pipeline.worker.channel_ends import ChannelEnds
 from lp_pipe.pipeline.worker.neighbours import Neighbours
-from lp_pipe.training.device import copied_on
 
 
 class Links(ChannelEnds[tuple[int, int]]):
@@ -83,7 +83,7 @@ class Links(ChannelEnds[tuple[int, int]]):
 
     def _keep(self, channel: int, number: int, value: Any) -> None:
         # A copy, as between workers: the next stage's first layer may write in place to what this stage has saved.
-        self._local[channel][number] = copied_on(value, self._device)
+        self._local[channel][number] = copied(value)
 
     def _ends(self, channel: int) -> tuple[int, int]:
         return self._channels.sender(channel), self._channels.receiver(channel)

@@ -91,7 +91,8 @@ class StageWorker(CommandService):
         self._worker, self._replica = pipeline.ranks.places[worker.rank]
         self.device = choose_device(pipeline.devices[self._worker], worker.rank)
         self._name = node.name
-        self._stages = stages_of(worker, pipeline, self.device, owns_sources=node.owns_arguments)
+        with current(self.device):
+            self._stages = stages_of(worker, pipeline, self.device, owns_sources=node.owns_arguments)
         if not pipeline.has_batch_dims:
             for stage in self._stages.values():
                 refuse_time_first(stage.layers, stage.first_layer)
@@ -214,7 +215,7 @@ class StageWorker(CommandService):
         self._restart_check.note_change()
         self._lookahead.discard()  # of a step that is left out, some forwards may be done
         stages = ", ".join(map(str, self._stages))
-        with noting(f"in {self._name}, update of stages {stages}, step {command.step}"):
+        with noting(f"in {self._name}, update of stages {stages}, step {command.step}"), current(self.device):
             self.training.step(command.step, command.total_norm, self._config.clip_grad_norm, skip=command.skip)
         self._writes.forget()
 
