@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from lp_pipe.errors import PipelineError, add_note
-from lp_pipe.pipeline.compute.activation_meter import held_for_later
+from lp_pipe.pipeline.compute.activation_meter import current_meter, held_for_later
 from lp_pipe.pipeline.compute.graph_entry import enter, phony
 from lp_pipe.pipeline.compute.recompute import RecomputedSegment
 from lp_pipe.pipeline.compute.recompute_option import LayerRun, Recompute, runs_of
+from lp_pipe.pipeline.compute.shared_casts import SharedCasts
 from lp_pipe.pipeline.compute.split_backward import Roots, SplitBackward, backward, backward_later, edges_of
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
 from lp_pipe.pipeline.layers.build import are_exclusive, build_layers
@@ -120,6 +121,8 @@ class Stage(NamedLayers):
             self._prepared(r)
             for r in runs_of(recompute, first_layer, layers, layers_with_max_norm(layers, first_layer))
         ]
+        self._casts = None if precision == "fp32" else SharedCasts()
+        self._without_hooks: set[int] = set()  # layers that call torch.func
         self._storage = StageStorage(layers)
         self.marks_shared_memory = False  # whether messages say which of their tensors must not be written to
         self._phony = phony()
@@ -238,7 +241,7 @@ class Stage(NamedLayers):
             unwritten += [ReadOnlyTensors(tensors_of(skips[name]), skip.overlapping)] if skip.overlapping else []
         for layers, segment in self._runs:
             if segment is None or step == EVALUATION:
-                value = self._call(layers, step, microbatch, value, skips)
+                value = self._call(layers, step, microbatch, value, skips, shares_casts=step != EVALUATION)
             else:
                 value = segment.forward(partial(self._call, layers, step, microbatch), value, skips)
         for received in unwritten:
@@ -251,20 +254,46 @@ class Stage(NamedLayers):
             stash.stashed = {name: edges_of(skip) for name, skip in skips.items()}
         return value
 
-    def _call(self, layers: _Layers, step: int, microbatch: int, value: Any, skips: dict[str, Any]) -> Any:
+    def _call(
+        self,
+        layers: _Layers,
+        step: int,
+        microbatch: int,
+        value: Any,
+        skips: dict[str, Any],
+        *,
+        shares_casts: bool = False,
+    ) -> Any:
+        call_layer = self._call_sharing if shares_casts and self._casts is not None else self._call_layer
         for index, layer in layers:
             try:
-                with step_rng(self._seed, index, step, microbatch), autocast(self._precision, self._device_type):
-                    if self.watch is None or step == EVALUATION:
-                        value = call(layer, (value,), skips)
-                    else:
-                        value = self.watch(LayerCall(index, step, microbatch), layer, value, skips)
+                value = call_layer(LayerCall(index, step, microbatch), layer, value, skips)
             except BaseException as error:  # a layer may call sys.exit()
                 add_note(error, f"in layer {layer_names([layer], index)[0]}")
-                if type(error) is RuntimeError and "don't yet support saved tensor hooks" in str(error):
+                if _refuses_hooks(error):
                     add_note(error, _NO_HOOKS)
                 raise
         return value
+
+    def _call_layer(self, place: LayerCall, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
+        seeded = step_rng(self._seed, place.layer, place.step, place.microbatch)
+        with seeded, autocast(self._precision, self._device_type):
+            if self.watch is None or place.step == EVALUATION:
+                return call(layer, (value,), skips)
+            return self.watch(place, layer, value, skips)
+
+    def _call_sharing(self, place: LayerCall, layer: nn.Module, value: Any, skips: dict[str, Any]) -> Any:
+        """Call a layer, and let autograd save casts of its parameters once for all micro-batches."""
+        if place.layer in self._without_hooks or self._casts is None:
+            return self._call_layer(place, layer, value, skips)
+        try:
+            with self._casts.sharing():
+                return self._call_layer(place, layer, value, skips)
+        except RuntimeError as error:
+            if not _refuses_hooks(error) or current_meter() is not None:
+                raise
+        self._without_hooks.add(place.layer)
+        return self._call_layer(place, layer, value, skips)
 
     def _prepared(self, run: LayerRun) -> tuple[_Layers, RecomputedSegment | None]:
         layers = [(index, self.layers[index - self.first_layer]) for index in range(run.first, run.end)]
@@ -324,6 +353,11 @@ def _with_node_hooks(layers: Sequence[nn.Module], first_layer: int) -> str | Non
             if has_node_hooks(module):
                 return f"layer {index}" + (f" ({name})" if name else "") + f", {type(module).__name__},"
     return None
+
+
+def _refuses_hooks(error: BaseException) -> bool:
+    """Return whether torch.func has raised this because a hook of saved tensors is there."""
+    return type(error) is RuntimeError and "don't yet support saved tensor hooks" in str(error)
 
 
 class StageStorage:
