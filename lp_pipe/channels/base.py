@@ -68,6 +68,10 @@ class TransportSender(TransportEnd, ABC):
     def release(self, token: int) -> None:
         """Free what the message used: it was received or dropped. Not called with a shared-memory queue."""
 
+    def keeps_on_gpu(self) -> bool:
+        """Return whether a GPU's tensors arrive on a GPU without a way through the host."""
+        return False
+
     def finish(self) -> None:
         """Wait before an orderly closing until the receiver has the bytes, unless it takes too long."""
 

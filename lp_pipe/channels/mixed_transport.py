@@ -51,6 +51,9 @@ class MixedSender(TransportSender):
         self._gpu.address = self.address
         self._gpu.begin(notify)
 
+    def keeps_on_gpu(self) -> bool:
+        return self._can_send()
+
     def on_note(self, note: bytes) -> None:
         if note == _FINISHED:
             self._finished.set()

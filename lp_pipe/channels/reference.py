@@ -14,6 +14,9 @@ from lp_pipe.channels.packing import Layout, copies
 
 
 class ReferenceSender(TransportSender):
+    def keeps_on_gpu(self) -> bool:
+        return True
+
     def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
         return 0, copies(layout, tensors)
 

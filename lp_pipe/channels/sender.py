@@ -71,6 +71,11 @@ class Sender:
             self._layout = layout
             self._send(tag, layout, header, tensors)
 
+    @property
+    def keeps_on_gpu(self) -> bool:
+        """Whether a GPU's tensors arrive on a GPU without a way through the host; known once a value was sent."""
+        return self._transport.keeps_on_gpu()
+
     def abort(self, tag: int, reason: str) -> None:
         """Make sends with this tag and lower ones raise ChannelClosed, also one that waits for a credit."""
         with self._state:

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,10 +49,10 @@ class Check:
     fix: str = ""
 
 
-def run_checks() -> list[Check]:
+def run_checks(checks: Mapping[str, Callable[[], Sequence[str]]]) -> list[Check]:
     """Run all checks; a check that raises counts as failed."""
     results = []
-    for name, check in CHECKS.items():
+    for name, check in checks.items():
         try:
             level, text, *fix = check()
         except Exception as error:  # any error shows a fault of this machine
@@ -249,6 +249,15 @@ def check_gpu() -> Sequence[str]:
     return "ok", ", ".join(names)
 
 
+def gpu_checks() -> dict[str, Callable[[], Sequence[str]]]:
+    """Return the checks that need a GPU, and torch."""
+    try:
+        from lp_pipe.cli import gpu_checks
+    except ImportError:
+        return {"gpus": lambda: ("fail", "torch is not installed", _INSTALL_TORCH)}
+    return gpu_checks.checks()
+
+
 CHECKS: dict[str, Callable[[], Sequence[str]]] = {
     "python": check_python,
     "lp_pipe": lambda: check_package("lp_pipe", "pip install .    (in a clone of lp_pipe)", level="warn"),
@@ -276,8 +285,11 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="check whether programs can run on this machine",
         description="Check what programs need of this machine, and print a fix for each fault. Nothing is changed.",
         epilog="Exit status: 0 programs can run, 1 something fails.",
-        usage="lp_pipe doctor [--json]",
+        usage="lp_pipe doctor [--gpu] [--json]",
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--gpu", action="store_true", help="also send tensors between processes: CUDA IPC, NCCL, and which is taken"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     parser.set_defaults(run=run_command)
@@ -285,7 +297,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
     """Print a line for each check, and the command that fixes a fault below it."""
-    checks = run_checks()
+    checks = run_checks(CHECKS | gpu_checks() if arguments.gpu else CHECKS)
     for check in checks:
         print(json.dumps(asdict(check)) if arguments.json else _described(check))
     return UNHEALTHY if any(check.level == "fail" for check in checks) else DONE

@@ -157,3 +157,8 @@ def test_the_host_carries_what_the_receiver_cannot_open(start: Start, obstacle: 
 def test_gpus_of_which_each_process_sees_its_own_only_read_each_others_memory(start: Start) -> None:
     start("b", scenarios.echo, "auto", gpu="GPU-1")
     assert start("a", scenarios.exchange, "auto", gpu="GPU-0").result() == [True]
+
+
+def test_doctor_sees_which_way_tensors_take(start: Start, kind: str) -> None:
+    start("b", scenarios.doctors_peer, kind)
+    assert start("a", scenarios.doctor, kind).result() is True

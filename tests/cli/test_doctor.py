@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lp_pipe.cli import doctor
 from lp_pipe.torch_version import NEWEST, WANTED
 from tests.cli.commands import COMMAND, PATIENCE_S, Command
 
@@ -83,3 +84,9 @@ def test_without_torch_pipelines_are_not_tried() -> None:
     )
     assert (status, checks["torch"]["level"], checks["pipeline"]["level"]) == (0, "warn", "warn")
     assert "not installed" in checks["torch"]["text"] and WANTED in checks["pipeline"]["fix"]
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
+def test_a_machine_that_is_asked_for_its_gpus_and_has_none_fails() -> None:
+    (check,) = doctor.run_checks(doctor.gpu_checks())
+    assert (check.name, check.level) == ("gpus", "fail") and check.fix

@@ -25,8 +25,8 @@ class FakeStage:
 
     def __init__(self, name: str, directory: str, kind: str, words: "Connection[Any, Any]") -> None:
         self.name = name
-        self._directory = directory
-        self._kind = kind
+        self.directory = directory
+        self.kind = kind
         self._words = words
         self._hub = ChannelHub(f"unix:{directory}/{name}", name)
         self.senders: list[Sender] = []
@@ -38,8 +38,8 @@ class FakeStage:
         give_up_at = time.monotonic() + PATIENCE_S
         while True:
             try:
-                endpoint = f"unix:{self._directory}/{to}"
-                made = open_sender(endpoint, channel, kind=self._kind, name=self.name, peer=to, device=DEVICE)
+                endpoint = f"unix:{self.directory}/{to}"
+                made = open_sender(endpoint, channel, kind=self.kind, name=self.name, peer=to, device=DEVICE)
             except Unavailable:  # its process is still being forked
                 if time.monotonic() > give_up_at:
                     raise

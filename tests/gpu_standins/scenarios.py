@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from lp_pipe.cli import gpu_checks
 from lp_pipe.errors import ChannelClosed
 from tests.gpu_standins import fake_gpu
-from tests.gpu_standins.processes import PATIENCE_S, FakeStage, threads_named
+from tests.gpu_standins.processes import DEVICE, PATIENCE_S, FakeStage, threads_named
 
 LARGE = 200_000  # 1.6 MB, of which the stand-in for NCCL buffers 1 MiB
 PROMPT_S = 5.0
@@ -21,7 +22,7 @@ def on_gpu(size: int, value: float = 1.5) -> torch.Tensor:
 
 def ways_of(stage: FakeStage) -> list[bool]:
     """Return for each sender whether its GPU transport is used."""
-    return [sender._transport._can_send() for sender in stage.senders]  # type: ignore[attr-defined]
+    return [sender.keeps_on_gpu for sender in stage.senders]
 
 
 def echo(stage: FakeStage) -> str:
@@ -52,6 +53,15 @@ def exchange(stage: FakeStage) -> list[bool]:
     ways = ways_of(stage)
     stage.close()
     return ways
+
+
+def doctor(stage: FakeStage) -> bool:
+    """Do what `lp_pipe doctor --gpu` does in its first process."""
+    return gpu_checks.carry(stage.directory, stage.kind, DEVICE, on_gpu(1000)).stays_on_gpu
+
+
+def doctors_peer(stage: FakeStage) -> None:
+    gpu_checks.answer(stage.directory, stage.kind, str(DEVICE))
 
 
 ROUNDS = 6
