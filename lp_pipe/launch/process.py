@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,10 +28,8 @@ from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes import standard_streams
 from lp_pipe.launch.processes.compute_threads import thread_environment
-from lp_pipe.launch.processes.exits import KILLED, ExitQueue
-from lp_pipe.launch.processes.injected_faults import InjectedFaults
 from lp_pipe.launch.processes.node_link import NodeLink
-from lp_pipe.launch.processes.template import MARK, LauncherPings, Template, check_descriptors
+from lp_pipe.launch.processes.template import KILLED, MARK, ExitQueue, LauncherPings, Template, check_descriptors
 from lp_pipe.launch.supervision import messages
 from lp_pipe.launch.supervision.lifecycle import ORPHAN_S
 from lp_pipe.launch.supervision.messages import Failure, View
@@ -348,3 +347,37 @@ def _answer_of(future: "Future[str]", due: float) -> str:
         return f"({error})"
     except TimeoutError:
         return f"(no answer within {_STACKS_PATIENCE_S} s: it is stopped, or inside C code that holds Python's lock)"
+
+
+_LASTING = (wire.Fault.DROP, wire.Fault.DELAY, wire.Fault.PARTITION)
+
+
+class InjectedFaults:
+    """The faults that are in force on one host.
+
+    past_hits: by rule, how often it has struck in processes that have ended.
+    """
+
+    def __init__(self) -> None:
+        self._lasting: dict[str, wire.Fault] = {}
+        self.past_hits: Counter[str] = Counter()
+
+    def inject(self, fault: wire.Fault, streams: Mapping[str, NodeLink]) -> "Mapping[str, Future[int]]":
+        """Send a fault to all processes. Return its hits by node, and under "" those of ended processes."""
+        if fault.action == wire.Fault.HEAL:
+            self._lasting.pop(fault.rule, None)
+        elif fault.action in _LASTING:
+            self._lasting[fault.rule] = fault
+        past: Future[int] = Future()
+        past.set_result(self.past_hits[fault.rule])
+        asked = {node_id: stream.ask_fault(fault) for node_id, stream in list(streams.items())}
+        return {**asked, "": past}
+
+    def begin(self, stream: NodeLink) -> None:
+        """Send the lasting faults to a process that has just started and has no connections yet."""
+        for fault in list(self._lasting.values()):
+            stream.ask_fault(fault)
+
+    def end(self, stream: NodeLink) -> None:
+        """Count the hits of a process that has ended."""
+        self.past_hits.update(stream.last_hits)

@@ -1,8 +1,11 @@
 """Short reports of node failures, with the places of the full tracebacks and logs."""
 
 import contextlib
+import importlib.util
 import os
+import re
 import shlex
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +14,6 @@ from types import TracebackType
 from lp_pipe.errors import NodeError
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.hosts.missing_module_hints import missing_module_hint
 from lp_pipe.launch.invocation import current_invocation
 from lp_pipe.telemetry.run_folder import RunFolder
 from lp_pipe.telemetry.tracebacks import fold_traceback, folded_message, notes, shortened
@@ -184,3 +186,27 @@ def _print_exception(kind: type[BaseException], error: BaseException, trace: Tra
         print(error.report, file=sys.stderr, flush=True)
     else:  # another exception, or a failure with a cause or context
         sys.__excepthook__(kind, error, trace)
+
+
+_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
+_FILE = re.compile(r"FileNotFoundError: .*: '(.+)'")
+
+
+def missing_module_hint(summary: str, host: str) -> str:
+    """summary: type and message of the failure of a node on `host`; "" where there is nothing to say."""
+    if host == socket.gethostname():
+        return ""
+    first = summary.partition("\n")[0]
+    module, file = _MODULE.search(first), _FILE.search(first)
+    if module is not None and _is_module_here(module[1]):
+        return f"{module[1]} is found here, but not on {host}: install it there, or send your sources with --sync=DIR"
+    if file is not None and os.path.exists(file[1]):  # unlike Path.exists never an error
+        return f"it is here, but not on {host}: send small files with --sync=DIR, or use a shared file system"
+    return ""
+
+
+def _is_module_here(name: str) -> bool:
+    try:
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # of a module without a spec
+        return False

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from lp_pipe.connections import inproc
 from lp_pipe.context import NodeContext, NodeServices, entered
-from lp_pipe.launch.coordination.call_rate import CallRate
 from lp_pipe.launch.coordination.coordinator import Coordinator
+from lp_pipe.launch.coordination.node_group import CallRate
 from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.plan import interpreter_state
 from lp_pipe.launch.plan.launch_plan import LaunchPlan

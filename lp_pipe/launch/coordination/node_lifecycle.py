@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from lp_pipe.launch.coordination.first_failure import FirstFailure
-from lp_pipe.launch.coordination.node_group import NodeGroup
-from lp_pipe.launch.coordination.record import NodeRecord
+from lp_pipe.launch.coordination.node_group import NodeGroup, NodeRecord
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.supervision.lifecycle import NodeState
 from lp_pipe.launch.supervision.messages import Failure

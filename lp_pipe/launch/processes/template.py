@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from lp_pipe.connections.kernel_calls import most_descriptors
@@ -22,17 +23,17 @@ from lp_pipe.errors import LaunchError
 from lp_pipe.launch.plan.hardware import this_host
 from lp_pipe.launch.plan.surroundings import import_path
 from lp_pipe.launch.processes import standard_streams
-from lp_pipe.launch.processes.exits import how_it_died
-from lp_pipe.launch.processes.malloc_settings import malloc_environment
 from lp_pipe.launch.processes.node_link import NodeLink
 from lp_pipe.launch.processes.template_process import (
     interpreter_flags,
+    malloc_environment,
     receive_message,
     send_message,
 )
 from lp_pipe.launch.supervision.lifecycle import LAUNCHER_PATIENCE_S, ORPHAN_S
 from lp_pipe.launch.supervision.messages import Ping
 from lp_pipe.process_tree import is_dying, kill_all, marked
+from lp_pipe.telemetry.names import signal_name
 
 _log = logging.getLogger(__name__)
 
@@ -281,3 +282,48 @@ class LauncherPings:
             self._template.ping()
             for stream in list(self._streams.values()):
                 stream.mention(Ping())
+
+
+# How long to wait for the last output of a process that has ended. Counted from its end, not from its turn in the
+# queue: if 50 processes die at once, and grandchildren keep their pipes open, all are reported after this time.
+LAST_WORDS_PATIENCE_S = 0.5
+
+KILLED = "the process was killed by"  # the beginning of the text for a signal
+
+_Report = Callable[[float], None]
+
+
+class ExitQueue:
+    """Runs reports in a thread of its own, in order. Each report gets its deadline (time.monotonic)."""
+
+    def __init__(self) -> None:
+        self._news: SimpleQueue[tuple[_Report, float] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="exits of nodes", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, report: _Report) -> None:
+        """Queue the report of a process that has just ended."""
+        self._news.put((report, time.monotonic() + LAST_WORDS_PATIENCE_S))
+
+    def close(self) -> None:
+        """Wait until all queued reports are done, and end the thread."""
+        self._news.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (news := self._news.get()) is not None:
+            report, deadline = news
+            report(deadline)
+
+
+def how_it_died(status: int) -> str:
+    """Return a wait status in words."""
+    if os.WIFSIGNALED(status):
+        name = signal_name(os.WTERMSIG(status))
+        hint = " (kill -9, or the kernel when memory ran out: see dmesg)" if name == "SIGKILL" else ""
+        return f"{KILLED} {name}{hint}"
+    code = os.waitstatus_to_exitcode(status)
+    return f"the process ended with exit code {code} and reported no error: os._exit({code}), or exit({code}) in C code"

@@ -22,7 +22,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from lp_pipe import private_python
@@ -30,7 +30,6 @@ from lp_pipe.connections.kernel_calls import has_pidfd
 from lp_pipe.connections.resource_limits import PROCESS_LIMIT_ADVICE
 from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_dir import register_process
-from lp_pipe.launch.processes.malloc_settings import malloc_environment
 from lp_pipe.launch.supervision.lifecycle import LAUNCHER_PATIENCE_S
 from lp_pipe.process_tree import kill_all, session_of, signal_all, tree_of
 
@@ -332,3 +331,28 @@ def main(control_fd: int, launcher_pid: int, preload: list[str], orphan_s: float
         sys.exit("lp_pipe: the launcher ended before its template process was ready")
     with contextlib.closing(template):
         template.serve()
+
+
+_VARIABLE = "GLIBC_TUNABLES"
+_SETTINGS = {
+    "trim_threshold": 1 << 29,  # bytes of freed memory that the process keeps
+    "mmap_threshold": 1 << 25,  # the maximum of every glibc; larger blocks go back to the kernel at once
+    "top_pad": 1 << 26,  # bytes by which the heap grows
+    "arena_max": 1,  # memory freed in one arena could not be reused in another
+    "hugetlb": 1,  # transparent huge pages, where the kernel allows madvise; older glibc than 2.35 ignores it
+}
+
+
+def malloc_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what to add to a new process's environment; nothing if the user has configured malloc.
+
+    By default a step's activations go back to the kernel, which clears their pages when the next step touches them.
+    And activations and weights are in pages of 4 KiB. After a wait for its neighbour a core's TLB has lost them, and on
+    a virtual machine each lookup walks two page tables.
+    """
+    tunables = environment.get(_VARIABLE, "")
+    is_named = any(name.startswith("MALLOC_") for name in environment)
+    if is_named or "glibc.malloc" in tunables or "LD_PRELOAD" in environment:
+        return {}
+    own = [f"glibc.malloc.{name}={value}" for name, value in _SETTINGS.items()]
+    return {_VARIABLE: ":".join([*([tunables] if tunables else []), *own])}

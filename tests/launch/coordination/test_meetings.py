@@ -7,7 +7,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.launch.coordination.meetings import Meetings
-from lp_pipe.launch.coordination.record import NodeRecord
+from lp_pipe.launch.coordination.node_group import NodeRecord
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.supervision.lifecycle import NodeState
 from lp_pipe.launch.supervision.messages import Failure

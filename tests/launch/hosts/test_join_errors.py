@@ -1,7 +1,7 @@
 """The error of a launch that some hosts have not joined: short, and the reason first."""
 
 from lp_pipe.launch.engines import StartedAgent
-from lp_pipe.launch.hosts.join_errors import hosts_not_joined
+from lp_pipe.launch.hosts.host_join import hosts_not_joined
 
 
 class Agent(StartedAgent):

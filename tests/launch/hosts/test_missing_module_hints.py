@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from lp_pipe.errors import NodeError
-from lp_pipe.launch.hosts.missing_module_hints import missing_module_hint
-from lp_pipe.launch.report import failure_report
+from lp_pipe.launch.report import failure_report, missing_module_hint
 
 
 def test_a_module_of_this_host_is_to_be_installed_or_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

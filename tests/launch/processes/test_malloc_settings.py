@@ -2,7 +2,7 @@
 
 import pytest
 
-from lp_pipe.launch.processes.malloc_settings import malloc_environment
+from lp_pipe.launch.processes.template_process import malloc_environment
 
 
 def test_the_users_other_tunables_stay() -> None:
