@@ -122,8 +122,8 @@ class CollectiveMismatch(LpPipeError):
     """The ranks of a group are in different collective operations: another call, op, root, shape, dtype or order."""
 
 
-class DataParallelError(LpPipeError, ValueError):
-    """Replicas cannot be trained as asked, or have not all done the same; the message says what to change."""
+class DataParallelError(Unrecoverable, ValueError):
+    """Replicas cannot be trained as asked, or have not all done the same, which no restart mends."""
 
 
 class NotSupported(LpPipeError, NotImplementedError):

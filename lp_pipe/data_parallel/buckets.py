@@ -160,9 +160,14 @@ class GradientBuckets:
                 self._thread.start()
 
     def drain(self) -> None:
-        """Sum all buckets before another collective of the step: all workers must call them in the same order."""
-        if self._sends_early:
+        """Sum all buckets before another collective of the step: all workers must call them in the same order.
+
+        If the last shard has had no backward yet, nothing is summed, and nothing will be before the optimizer's step.
+        """
+        if self._sends_early and self._window:
             self._sum_rest()
+        else:
+            self._sends_early = False
 
     def finish(self) -> None:
         """Sum what is left. Then each parameter's `.grad` is the sum, or None if no replica has a gradient.

@@ -164,8 +164,8 @@ class ReplicaSteps:
         for optimizer in self._optimizers:
             optimizer.buckets.select(replica - self.workers.replicas.start)
             if is_last:
-                is_usual = self._overlaps and now.shards_calls == self._usual_shards_calls
-                optimizer.buckets.open_window(sends_early=is_usual)
+                is_usual = now.shards_calls == self._usual_shards_calls and len(self._optimizers) == 1
+                optimizer.buckets.open_window(sends_early=self._overlaps and is_usual)
         now.fires_at_call = None
 
     def group_for_call(self) -> Group | None:

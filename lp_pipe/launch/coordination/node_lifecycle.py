@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from lp_pipe.launch.coordination.first_failure import FirstFailure
@@ -182,7 +183,8 @@ class NodeLifecycles:
         is_late = self._is_after_the_stop(record)
         is_ignored = group.policy_for(failure) == "ignore"
         if record.spec.least_nodes:
-            is_ignored = self._has_enough_without(record)
+            is_ignored = not failure.is_final and self._has_enough_without(record)
+            failure = failure if is_ignored else self._with_the_dead(record, failure)
             news = f"node {record.spec.node_id} failed: {failure.summary}" + "; its group goes on" * is_ignored
         if is_ignored:
             self._end(others)
@@ -192,6 +194,23 @@ class NodeLifecycles:
             news = f"node {record.spec.node_id} failed after the stop: {failure.summary}"
         return news
 
+    def _with_the_dead(self, record: NodeRecord, failure: Failure) -> Failure:
+        """Return the failure with which too few nodes of a group are left, with those before it."""
+        group = [
+            other for other in self.nodes.values() if other.spec.label == record.spec.label and other is not record
+        ]
+        dead = [
+            f"{other.spec.node_id} ({other.error.summary})"
+            for other in group
+            if other.error is not None and not self._may_live(other)
+        ]
+        spec = record.spec
+        text = f"{failure.message}\ngroup {spec.label!r} needs {spec.least_nodes} nodes"
+        return replace(failure, message="; ".join([text, *(f"dead before: {', '.join(dead)}" for _ in dead[:1])]))
+
+    def _may_live(self, record: NodeRecord) -> bool:
+        return record.may_register or record.state.word == "finished"
+
     def _has_enough_without(self, record: NodeRecord) -> bool:
         """Return whether the node's group has as many other nodes left as it needs."""
         names = {other.spec.name for other in self.nodes.values() if other.spec.label == record.spec.label}
@@ -199,7 +218,7 @@ class NodeLifecycles:
         return len(left) >= record.spec.least_nodes
 
     def _is_left(self, group: NodeGroup) -> bool:
-        return all(part.may_register or part.state.word == "finished" for part in group.parts)
+        return all(map(self._may_live, group.parts))
 
     def _restart_with(self, others: list[NodeRecord]) -> None:
         """End the other parts of a failed node; those that have ended stay down until all can start."""
