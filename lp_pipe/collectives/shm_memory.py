@@ -23,7 +23,7 @@ _BLOCK = 128  # bytes: two cache lines, which processors fetch together
 _OFFSET_BITS = 44
 
 
-class _Segment(NamedTuple):
+class _SharedSegment(NamedTuple):
     descriptor: int
     mapping: mmap.mmap
     memory: Tensor
@@ -42,7 +42,7 @@ class OwnMemory:
 
     def _begin(self) -> None:
         self._lock = threading.RLock()  # a finalizer may run in a thread that holds it
-        self._segments: list[_Segment] = []
+        self._segments: list[_SharedSegment] = []
         self._used = _SEGMENT_BYTES  # bytes of the last segment
         self._free: dict[int, list[int]] = {}  # places by size
         self._pid = os.getpid()
@@ -102,7 +102,7 @@ class OwnMemory:
         make_private_in_children(mapping, descriptor)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
         add_finalizer(mapping, os.close, descriptor)
-        self._segments.append(_Segment(descriptor, mapping, memory, memory.data_ptr()))
+        self._segments.append(_SharedSegment(descriptor, mapping, memory, memory.data_ptr()))
         self._used = 0
 
     def _give_back(self, size: int, place: int, pid: int) -> None:
