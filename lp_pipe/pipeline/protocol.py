@@ -361,7 +361,7 @@ class GetLearningRates(Command[dict[str, float]]):
 
 @dataclass(frozen=True)
 class GetState(Command[dict[str, Tensor]]):
-    """Return the worker's parameters and buffers, on the host.
+    """Return the worker's parameters and buffers, on the host, with the versions of the modules that have them.
 
     Raises:
         Unavailable: this process was started again, with the initial weights.
@@ -371,11 +371,6 @@ class GetState(Command[dict[str, Tensor]]):
 @dataclass(frozen=True)
 class GetStateNames(Command[list[str]]):
     """Return the names in the reply to `GetState`."""
-
-
-@dataclass(frozen=True)
-class GetStateFormats(Command[dict[str, int]]):
-    """Return the versions of what the worker's modules save, where they are not the first version."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from lp_pipe.pipeline.protocol import (
     FindLoadable,
     ForgetShare,
     GetState,
-    GetStateFormats,
     GetStateNames,
     HoldShare,
     PlanShare,
@@ -66,14 +65,15 @@ class WholeModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state in the order of the layers: virtual stages of one worker may lie apart."""
-        return self._config.names.whole(self._workers.some(self._ranks, GetState()))
+        parts = self._workers.some(self._ranks, GetState())
+        formats = itertools.chain.from_iterable(formats_of(part).items() for part in parts)
+        return with_formats(self._config.names.whole(parts), dict(formats))
 
     def copied_state(self) -> dict[str, Tensor]:
         """Return a copy of the state: the next operation may change this worker's tensors before they are sent."""
         state = self.state_dict()
-        formats = [part.items() for part in self._workers.some(self._ranks, GetStateFormats())]
         copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
-        return with_formats(copies, dict(itertools.chain.from_iterable(formats)))
+        return with_formats(copies, formats_of(state))
 
     def checked(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state such that every worker can take its part of it.

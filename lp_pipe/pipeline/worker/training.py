@@ -168,20 +168,6 @@ class Training:
         for _, parameter in self._parameters:
             parameter.grad = None
 
-    def share(
-        self,
-        weights: dict[str, Tensor],
-        formats: dict[str, int],
-        loss: dict[str, Tensor],
-        versions: list[dict[str, Any]],
-    ) -> Saved:
-        """Return what a checkpoint keeps, not copied, by parameter name, so that any cut can take it.
-
-        formats: of the weights. loss: the loss's buffers. versions: of an asynchronous worker.
-        """
-        optimizer, lr_scheduler = self._optimizer_state(), self._scheduler_state()
-        return Saved(weights, optimizer, lr_scheduler, versions, loss, formats, self.scheduler_kind())
-
     def check(self, saved: Saved) -> list[str]:
         """Return the trained parameters without optimizer state in the checkpoint: they were frozen, or are new.
 
@@ -222,13 +208,16 @@ class Training:
     def _versions(self) -> list[int]:
         return versions_of(parameter for _, parameter in self._parameters)
 
-    def _optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Return each parameter's optimizer state, and the options of its group, which the scheduler changes."""
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Return each parameter's optimizer state, and the options of its group, which the scheduler changes.
+
+        It is not copied, and by parameter name, so that any cut can take it.
+        """
         if self._optimizer is None:
             return {}
         refuse_hidden_state(self._optimizer)
         names = {id(parameter): name for name, parameter in self._parameters}
-        groups, scheduler = self._optimizer.param_groups, self._scheduler_state() or {}
+        groups, scheduler = self._optimizer.param_groups, self.scheduler_state() or {}
         states = state_of(self._optimizer)
         found: dict[str, dict[str, Any]] = {}
         for index, group in enumerate(groups):
@@ -239,7 +228,8 @@ class Training:
                 found[names[id(parameter)]] = {"state": dict(states.get(parameter, {})), **of_group}
         return found
 
-    def _scheduler_state(self) -> dict[str, Any] | None:
+    def scheduler_state(self) -> dict[str, Any] | None:
+        """Return the scheduler's state; None: there is no scheduler."""
         return self._lr_scheduler.state_dict() if self._lr_scheduler is not None else None
 
     def _refuse_unfrozen(self) -> None:

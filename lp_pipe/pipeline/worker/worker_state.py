@@ -16,7 +16,6 @@ from lp_pipe.pipeline.protocol import (
     GetLearningRates,
     GetSchedulerKind,
     GetState,
-    GetStateFormats,
     GetStateNames,
     Handlers,
     LoadState,
@@ -68,7 +67,6 @@ class WorkerState:
             [
                 GetState.by(self.get),
                 GetStateNames.by(self.names),
-                GetStateFormats.by(self.formats),
                 FindLoadable.by(self.loadable),
                 LoadState.by(self.load),
                 ReadCheckpoint.by(self.read_checkpoint),
@@ -82,8 +80,16 @@ class WorkerState:
     def snapshot(self) -> Saved:
         """Return the state, not copied, on the host: the worker that guards this one may see no GPU."""
         self._writes.check()
-        share = self._training.share(self._on_host(), self._formats(), self._loss.state(), self.lookahead.versions())
-        return Saved(*to_host(share, self._device))._replace(settings=self._settings.changed())
+        saved = Saved(
+            weights=self._on_host(),
+            optimizer=self._training.optimizer_state(),
+            lr_scheduler=self._training.scheduler_state(),
+            versions=self.lookahead.versions(),
+            loss=self._loss.state(),
+            formats=self._formats(),
+            scheduler_kind=self._training.scheduler_kind(),
+        )
+        return Saved(*to_host(saved, self._device))._replace(settings=self._settings.changed())
 
     def restore(self, saved: Saved) -> None:
         """Go on from a state that `snapshot` returned, here or on workers with other stages."""
@@ -95,13 +101,10 @@ class WorkerState:
         self.lookahead.restore(saved.versions)
 
     def get(self, _: GetState) -> dict[str, Tensor]:
-        return self._on_host()
+        return with_formats(self._on_host(), self._formats())
 
     def names(self, _: GetStateNames) -> list[str]:
         return list(self._own())
-
-    def formats(self, _: GetStateFormats) -> dict[str, int]:
-        return self._formats()
 
     def loadable(self, command: FindLoadable) -> set[str]:
         return self._loadable(command.state)
