@@ -71,7 +71,7 @@ class Run:
         self._interrupts = Interrupts(lambda: coordinator.request_stop(hurry=True), host.suspend)
         self._services = LauncherServices(coordinator, host, self._interrupts.deferred)
         self._debuggers = LocalDebuggers(coordinator.plan.run_dir, console.suspended)
-        self._script_error: BaseException | None = None  # has ended the script, or the body of `with`
+        self._script_error: BaseException | None = None  # the exception that has ended the script or the `with` body
         self.has_raised_failure = False
         self.has_faulty_connections = fault_injection.is_enabled()
         publish(coordinator.plan.owners, self._services)
@@ -84,13 +84,13 @@ class Run:
     def start(self) -> None:
         """Start the nodes, and the thread that looks after them."""
         try:
-            # A stop in between would wait for ever for what has not begun to look after the nodes.
+            # A stop before all of this is done would wait for ever: nothing would take the nodes down.
             with self._interrupts.deferred():
                 self._interrupts.install()  # first: a node may already run when its start returns
                 self._start_supervising()
                 self._start_nodes()
         except BaseException:
-            if self in active_runs:  # a signal once the nodes were started, or nothing would look after the stop
+            if self in active_runs:  # a signal has come after the nodes were started
                 self.stop()
             self._interrupts.uninstall()
             raise
@@ -270,9 +270,11 @@ class Run:
         if not self._owner.is_here:
             return
         self._script_error = error
-        with self._interrupts.deferred():  # or the wait for a failure could keep the lock that the stop needs
+        with (
+            self._interrupts.deferred()
+        ):  # a signal in the wait for a failure could leave the lock taken that the stop needs
             try:
-                self._services.first_failure()  # of a process that has died by now: the stop is not what ended it
+                self._services.first_failure()  # else the stop would be the reason of processes that have died
             finally:
                 self.stop()
         failure: NodeError | None = described_failure(self._coordinator, self._host)
@@ -312,7 +314,7 @@ class Run:
         """Free everything; go on after an error, because `wait` must return."""
         parts: list[Callable[[], object]] = [
             self._coordinator.finish,
-            # What is published stays for ever: a word for each address, and not the whole program.
+            # What is published is never freed, so it is one text for each address, not the program.
             lambda: replace_published(self._services, EndedServices(self._coordinator.why_gone(), self.failure)),
             self._host.close,
             self._metrics.close,
@@ -349,7 +351,7 @@ class Run:
     def _restart(self, node_id: str) -> None:
         try:
             self._host.restart(node_id)
-        except Exception as error:  # no process, no descriptors left: this attempt has failed
+        except Exception as error:  # such as no more processes or descriptors: this attempt has failed
             self._coordinator.node_ended(node_id, failure_from(error))
             self._coordinator.node_down(node_id)
 
@@ -357,7 +359,7 @@ class Run:
         helper = threading.Thread(target=self._take_down, args=(node_ids,), name="take down", daemon=True)
         try:
             helper.start()
-        except RuntimeError:  # out of threads: restarts must wait
+        except RuntimeError:  # out of threads: restarts wait until this is done
             self._take_down(node_ids)
             return []
         return [helper]

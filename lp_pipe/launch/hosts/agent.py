@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 _ALIVE_EVERY_S = 1.0
 _TRY_AGAIN_S = 0.3
-_REFUSED_SHARE = 0.1  # of the patience: the network of a new pod may refuse for a moment
+_REFUSED_SHARE = 0.1  # share of the patience; the network of a new pod may refuse for a moment
 
 
 class End(NamedTuple):
@@ -132,7 +132,7 @@ class Agent:
     def _handlers(self) -> Handlers:
         """Return the handlers of the launcher's messages; what takes time has a thread of its own."""
         on = (handlers := Handlers()).on
-        on(Alive, lambda message: None)  # it is enough that it has come
+        on(Alive, lambda message: None)  # its arrival is all that counts
         on(StartNodes, lambda message: _in_thread("start nodes", lambda: self._start(message)))
         on(CloseNodes, lambda message: _in_thread("close", self._close))
         on(RestartNode, lambda message: self._restart(message.node_id, lambda host: host.restart(message.node_id)))
@@ -158,7 +158,7 @@ class Agent:
 
     def _start(self, assignment: StartNodes) -> str:
         self._is_closed = False
-        self.logs = ShippedLogs(self._launcher)  # that of an earlier program is closed
+        self.logs = ShippedLogs(self._launcher)  # the logs of an earlier program are closed
         self.coordinator = RemoteCoordinator(self._launcher, assignment.payloads)
         self.host = ProcessHost(
             assignment.plan(_usable(Path(assignment.run_dir))),

@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Alive(Notice):
-    """Both sides send it every second, to show that they live."""
+    """Show that the sender lives; sent by both sides every second."""
 
 
 # To an agent; also ReservePort, Stacks and InjectFault of supervision/messages.py.
@@ -84,7 +84,7 @@ class KillNodes(Notice):
 
 @dataclass(frozen=True)
 class LookAtNodes(Question[list[View]]):
-    """See Host.look."""
+    """Ask for what each process of the host does, as Host.look."""
 
     old_s: float
 
@@ -153,7 +153,7 @@ class FindAll(Question[list[Any]]):
 
 @dataclass(frozen=True)
 class CallsOfNodes(Notice):
-    """By node_id, how many calls a node's servers have taken since it started."""
+    """The number of calls that the servers of each node (by node_id) have taken since it started."""
 
     calls: dict[str, int]
 
@@ -169,7 +169,7 @@ class NodeLines(Notice):
 
 @dataclass(frozen=True)
 class NodeUnfinishedLine(Notice):
-    """See telemetry/terminal_lines.py."""
+    """A line that is not complete yet; see telemetry/terminal_lines.py."""
 
     node_id: str
     is_stderr: bool

@@ -116,8 +116,8 @@ class ElasticHosts(HostJoin):
         name = watched.hosts[0]
         if watched.how_it_ended() is None:
             if name not in self._lost:
-                return watched  # on its way
+                return watched  # its agent is starting
             watched.kill()
-        with contextlib.suppress(LaunchError):  # not now: it is tried again
+        with contextlib.suppress(LaunchError):  # it is tried again later
             return self._engine.start_again(self._invitation, name) or watched
         return watched

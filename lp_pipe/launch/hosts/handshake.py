@@ -9,7 +9,7 @@ from typing import Any, Self
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.plan.hardware import Hardware
 
-PROTOCOL = 6  # of the messages in agent_messages.py
+PROTOCOL = 6  # the version of the messages in agent_messages.py
 JOIN, WELCOME = "join", "welcome"
 
 

@@ -1,4 +1,4 @@
-"""What other hosts are to have of the launcher's: its sources, modules sent by value, the run's folder."""
+"""Share the launcher's sources, its own modules and the run's folder with the other hosts."""
 
 import logging
 import os
@@ -21,8 +21,8 @@ from lp_pipe.telemetry.names import name_list
 
 _log = logging.getLogger(__name__)
 
-_SEE_PATIENCE_S = 10.0  # for the answers; of a host that gives none it will be known soon
-_SEND_PATIENCE_S = 60.0  # for one batch to be on the host's disk
+_SEE_PATIENCE_S = 10.0  # for the answers; a host that gives none will soon be noticed
+_SEND_PATIENCE_S = 60.0  # until one batch is on the host's disk
 _HOSTS_AT_A_TIME = 16
 
 

@@ -24,7 +24,7 @@ from lp_pipe.telemetry.names import name_list
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.2
-_MORE_NEWS_S = 1.0  # what keeps one host from joining often keeps others, a moment later
+_MORE_NEWS_S = 1.0  # the reason that keeps one host from joining often keeps others, too
 _ALIVE_EVERY_S = 1.0
 _MOST_SILENCE_S = 86_400.0
 
@@ -49,10 +49,10 @@ class RemoteAgent(Peer):
     """The launcher's end of one agent, from its first message on; the program that it runs sets `handle`."""
 
     joining: Joining
-    is_silent = False  # it was given up, and does not know
+    is_silent = False  # the launcher has given it up because it was silent; it may be alive
 
     def __init__(self, connection: Connection, host_join: "HostJoin", silence_s: float) -> None:
-        super().__init__(connection, lambda message: None, codec)  # Alive, which is enough by having come
+        super().__init__(connection, lambda message: None, codec)  # handles Alive: its arrival is all that counts
         self.has_joined = False
         self._host_join = host_join
         self._watch = SilenceWatch(silence_s, self._on_silence, connection.peer)
@@ -148,11 +148,11 @@ class HostJoin:
         listener, invitation = self._listen_for_agents(log_dir)
         try:
             self._watched = self._engine.start(invitation)
-            # From now on: the first to join must not take the launcher for dead while it waits for the last.
+            # Begin now: the first agent to join must not take the launcher for dead while it waits for the last one.
             threading.Thread(target=self._be_alive, name="launcher is alive", daemon=True).start()
             self._wait()
         finally:
-            listener.close()  # no agent joins any more
+            listener.close()  # no agent may join any more
         return {name: self._agents[name] for name in self._offers}
 
     def tell_of_losses(self, on_lost: OnLost) -> None:
@@ -179,7 +179,7 @@ class HostJoin:
         kill_all(self._watched)
         self._engine.close()
 
-    # Called in connections' threads.
+    # These are called in the threads of connections.
 
     def join(self, agent: RemoteAgent) -> None:
         """Accept the agent, or raise LaunchError."""
@@ -221,7 +221,9 @@ class HostJoin:
         self._offers = {offer.name: offer for offer in self._engine.hosts()}
         self._log_dir = log_dir
         where = self._where()
-        silence_s = 2 * self.patience.silence_s  # of the host: the watch, which knows what silence is, comes first
+        silence_s = (
+            2 * self.patience.silence_s
+        )  # of the TCP connection; SilenceWatch, which gives a better reason, is to notice first
         try:
             endpoint = f"{tcp_carriers.scheme_of(self._transport)}{where[0]}"
             carrier = tcp_carriers.carrier_of(endpoint)
@@ -253,7 +255,7 @@ class HostJoin:
         found = addresses_for(self._offers)
         if not found:
             raise LaunchError("this host has no address by which others could reach it; say one (listen=, --listen=)")
-        anywhere = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"  # the former takes IPv4 as well
+        anywhere = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"  # "[::]" accepts IPv4 as well
         return f"{bracketed(found[0])}@{anywhere}:0", found
 
     def _wait(self) -> None:
@@ -274,7 +276,7 @@ class HostJoin:
 
     def _explained(self, name: str, reason: str, *, is_silent: bool) -> str:
         watched = next((one for one in self._watched if name in one.hosts), None)
-        # No end is reported of a host that is only silent.
+        # Engines report no end of a host that is only silent.
         news_s = watched.LAST_NEWS_S if watched is not None and not is_silent else 0.0
         deadline = time.monotonic() + news_s
         while watched is not None and (how := watched.how_it_ended()) is None and time.monotonic() < deadline:
@@ -294,8 +296,8 @@ class HostJoin:
                 self._is_over.wait(_ALIVE_EVERY_S)
 
 
-_MOST_TOLD = 3  # hosts with a reason of their own: an error has at most 15 lines
-_LINES = 5  # of what one of them printed; where several are told of, fewer
+_MOST_TOLD = 3  # hosts of which the error gives a reason, so that it has at most 15 lines
+_LINES = 5  # printed lines that are shown of one host; fewer if several hosts are shown
 _FEW_LINES = 2
 
 
@@ -313,7 +315,9 @@ def hosts_not_joined(
     """
     theirs = [one for one in watched if not set(one.hosts).isdisjoint(missing)]
     told = [one for one in theirs if one.how_it_ended() or one.last_lines()]
-    told.sort(key=lambda one: one.how_it_ended() is None)  # an end says more than words on the way
+    told.sort(
+        key=lambda one: one.how_it_ended() is None
+    )  # an agent that has ended tells more than one that has only printed something
     silent = [name for name in missing if not any(name in one.hosts for one in told)]
     lines = _LINES if len(told) == 1 else _FEW_LINES
     details = [*refusals[:_MOST_TOLD], *(_told(one, waited_s, lines) for one in told[:_MOST_TOLD])]

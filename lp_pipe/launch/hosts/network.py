@@ -14,7 +14,7 @@ from lp_pipe.connections.tcp_endpoint import bracketed
 
 _SIOCGIFADDR = 0x8915
 _IPV6_TABLE = Path("/proc/net/if_inet6")
-_ANYWHERE = "192.0.2.1"  # of no host (RFC 5737): the way to it is the default route
+_ANYWHERE = "192.0.2.1"  # an address of no host (RFC 5737), which the default route leads to
 
 
 def addresses_for(hosts: Iterable[str]) -> list[str]:
@@ -38,7 +38,7 @@ def with_ssh_client(addresses: Sequence[str]) -> list[str]:
         return [*addresses]
     port = addresses[0].rpartition(":")[2]
     seen = f"{bracketed(client)}:{port}"
-    # From a loopback, others could not reach this host in turn.
+    # Other hosts could not reach this one at a loopback address.
     return [*addresses, seen] if ipaddress.ip_address(client).is_loopback else [seen, *addresses]
 
 

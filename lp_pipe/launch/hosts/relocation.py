@@ -22,8 +22,8 @@ from lp_pipe.launch.supervision.messages import Failure
 _log = logging.getLogger(__name__)
 
 _SLACK_S = 1.0
-_SILENCE_TICKS = 1.25  # a silence is noticed after at most a quarter more (connections/silence.py)
-_ORPHAN_S = 1.0  # instead of ORPHAN_S where nodes wait for the end of others
+_SILENCE_TICKS = 1.25  # a silence is noticed at most a quarter of its time too late (connections/silence.py)
+_ORPHAN_S = 1.0  # in place of ORPHAN_S if nodes on other hosts wait for the end
 _OVER = ("finished", "failed", "stopped")
 
 
@@ -60,8 +60,8 @@ class Relocation:
         self._places = dict(places)
         self._coordinator = coordinator
         self._lock = threading.Lock()
-        self._fenced: dict[str, float] = {}  # may still run on a host that is lost, until then (time.monotonic)
-        self._new: set[str] = set()  # the agent of their host does not know them yet
+        self._fenced: dict[str, float] = {}  # until when (time.monotonic) a node may still run on a lost host
+        self._new: set[str] = set()  # nodes that the agent of their host does not know yet
         self._timers: list[threading.Timer] = []
 
     def place_of(self, node_id: str) -> HostPlacement:
@@ -140,10 +140,10 @@ class Relocation:
         timer.start()
 
     def _unfence(self, when: float, node_ids: Sequence[str], failure: Failure) -> None:
-        with self._lock:  # one that was to go to a host that is lost as well may still run on the first
+        with self._lock:  # a node whose new host is lost as well may still run on its first host
             fenced = [node_id for node_id in node_ids if self._fenced.get(node_id, math.inf) <= when]
         for node_id in fenced:
-            self._coordinator.node_ended(node_id, failure)  # no word more, unless it was told to start meanwhile
+            self._coordinator.node_ended(node_id, failure)  # has no effect unless the node was told to start meanwhile
         self._down(fenced)
 
     def _down(self, node_ids: Iterable[str]) -> None:

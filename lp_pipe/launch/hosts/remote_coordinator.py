@@ -26,7 +26,7 @@ class RemoteCoordinator:
         self._ending: set[str] = set()
         self._to_find: list[tuple[str, Future[str]]] = []
         self._is_finding = False
-        self._calls: dict[str, int] = {}  # by node_id: of its servers, since the last report
+        self._calls: dict[str, int] = {}  # by node_id, what the node has reported since the last message
 
     def told_to_end(self, node_ids: Iterable[str]) -> None:
         """Note that the launcher stops these nodes: their ends are no failures."""

@@ -14,7 +14,7 @@ from lp_pipe.errors import LaunchError
 
 MAX_FILE_BYTES = 1 << 28
 MAX_TREE_BYTES = 1 << 30
-_BATCH_BYTES = 1 << 22  # so much travels at a time
+_BATCH_BYTES = 1 << 22  # sent in one message
 _ADVICE = "sources are meant; leave data out with a .gitignore, and read it from where the hosts can reach it"
 
 
@@ -117,7 +117,7 @@ def _paths(root: str) -> Iterator[str]:
     known = _known_to_git(root)
     for path in _walked(root) if known is None else known:
         full = os.path.join(root, path)
-        if os.path.isfile(full):  # not so: tracked, but removed; a link to nowhere or to a folder; a pipe
+        if os.path.isfile(full):  # left out: removed files, broken links, pipes
             yield path
         elif os.path.isdir(full) and not os.path.islink(full):  # a submodule
             yield from (os.path.join(path, below) for below in _paths(full))

@@ -13,7 +13,7 @@ from lp_pipe.errors import LaunchError
 from lp_pipe.launch.hosts.source_tree import SourceTree, TreeFile, batches, digest_of
 from lp_pipe.user_folders import cache_folder
 
-_KEPT_S = 90 * 24 * 3600.0  # after the last start of a program there
+_KEPT_S = 90 * 24 * 3600.0  # since the last start of a program that used it
 
 
 class TreeStore:
@@ -61,7 +61,7 @@ class TreeStore:
         try:
             for file in tree.files:
                 self._lay_out(folder / _checked(file.path), file)
-            folder.mkdir(parents=True, exist_ok=True)  # of no file
+            folder.mkdir(parents=True, exist_ok=True)  # a tree without files
             os.utime(folder)
             self._forget_old()
         except OSError as error:
@@ -94,7 +94,7 @@ class TreeStore:
     def _forget_old(self) -> None:
         oldest = time.time() - _KEPT_S
         for path in [*self._folder.glob("objects/*/*"), *self._folder.glob("trees/*")]:
-            with contextlib.suppress(OSError):  # another agent was faster
+            with contextlib.suppress(OSError):  # another agent has just removed it
                 if path.stat().st_mtime < oldest:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 

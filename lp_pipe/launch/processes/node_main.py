@@ -45,7 +45,7 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 _STREAM, _IN_THAT_PROCESS = "the node's connection to its launcher", "do it there"
-_HEARD_WITHIN_S = 2.0  # over a network that is down, nothing is
+_HEARD_WITHIN_S = 2.0  # an upper bound, for a network that is down
 
 
 class Supervision(MessageServices):
@@ -59,7 +59,7 @@ class Supervision(MessageServices):
         self.stop_signal = StopSignal()
         self.count_calls: Callable[[], int | None] = lambda: None
         self.started: Future[tuple[messages.StartNode, Generator[Any, None, None]]] = Future()
-        self._owner = ForkGuard()  # the answers do not come to a forked child
+        self._owner = ForkGuard()  # a forked child gets no answers
         self._endpoint_prefix = ""
         self._connection = connections.connect(endpoint, idle_timeout_s=LAUNCHER_PATIENCE_S)
         self._peer = Peer(self._connection, self._on_message)
@@ -135,11 +135,11 @@ class Supervision(MessageServices):
 
     def request_stop(self) -> None:
         self._owner.check(_STREAM, _IN_THAT_PROCESS)
-        self._peer.tell_if_open(messages.RequestStop())  # else the stop is under way already
+        self._peer.tell_if_open(messages.RequestStop())  # without a launcher the stop is under way already
         self._be_heard()
 
     def stop_inner_nodes(self, colocation: str) -> None:
-        self._peer.tell_if_open(messages.StopInnerNodes(colocation))  # else they stop anyway
+        self._peer.tell_if_open(messages.StopInnerNodes(colocation))  # without a launcher they stop anyway
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         self._owner.check(_STREAM, _IN_THAT_PROCESS)
@@ -172,7 +172,7 @@ class Supervision(MessageServices):
             futures.wait([self._ask(messages.Hear())], _HEARD_WITHIN_S)
 
     def _on_frame(self, frame: Frame) -> None:
-        if frame.buffers:  # no message may keep the node's arguments
+        if frame.buffers:  # StartNode. Not handled as a message, which would keep the node's arguments
             self.started.set_result((messages.decode(frame.body), codec.loads_in_turn(frame.buffers[0])))
         else:
             self._peer.on_frame(frame)
@@ -194,7 +194,7 @@ class Supervision(MessageServices):
         return None
 
     def _view(self, old_s: float) -> View:
-        # A program that this node has launched looks after its own nodes, where they are threads of this process.
+        # Left out: threads that are nodes of a program which this node has launched. That program watches them itself.
         own = [one for node, one in waits.look(old_s) if node is None or node.services is self]
         places = [text for node, text in positions() if node.services is self]
         return View(own, waits.pools(), places)
@@ -217,16 +217,16 @@ def main(node_id: str, endpoint: str, attempt: int, is_forked: bool = False) -> 
         failure = _run(start, loaded, supervision)
     except BaseException as error:  # the node's modules or arguments did not load
         failure = failure_from(error)
-    supervision.end(failure)  # before the last work, which may take long: the others must hear of a failure now
+    supervision.end(failure)  # first: other nodes must hear of a failure at once, and the exit work may take long
     if failure is not None:
-        supervision.stop_signal.event.set()  # the programs that this node has launched are to stop
+        supervision.stop_signal.event.set()  # stops the programs that this node has launched
     finish_work(node_id, supervision.stop_signal.event, None if failure is None else start.grace_s, kept)
     supervision.close()
     return 0 if failure is None else 1
 
 
 def _pin_to(cpus: Iterable[int]) -> None:
-    """Every thread: the call is for one, and the stream's is there already."""
+    """Bind every thread of this process to these cores; some threads have started already."""
     if hasattr(os, "sched_setaffinity"):
         try:
             for thread in os.listdir("/proc/self/task"):
@@ -236,7 +236,7 @@ def _pin_to(cpus: Iterable[int]) -> None:
 
 
 def all_stacks() -> str:
-    """The Python stack of every thread of this process."""
+    """Return the Python stack of every thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [
         f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame))
@@ -261,7 +261,7 @@ def _run(start: messages.StartNode, loaded: Generator[Any, None, None], supervis
         return failure
     supervision.use_places_of(start)
     node, resources = load_next()
-    loaded.close()  # it remembers the arguments
+    loaded.close()  # else it would keep the arguments alive
     logging_state.hold_level()
     context = NodeContext(
         label=start.label,
@@ -274,7 +274,7 @@ def _run(start: messages.StartNode, loaded: Generator[Any, None, None], supervis
         grace_s=start.grace_s,
         stop_signal=supervision.stop_signal,
         owns_arguments=True,
-        prepare_thread=interpreter_state.thread_state(),  # after setup(), which may have changed it
+        prepare_thread=interpreter_state.thread_state(),  # read after setup(), which may have changed it
     )
     supervision.count_calls = lambda: context.calls
     enter_process(context)
@@ -291,7 +291,7 @@ def _nothing() -> None:
 
 
 def _set_up_process(start: messages.StartNode) -> None:
-    """Environment, folder and import path as they were at launch()."""
+    """Set the environment, the folder and the import path to what they were at launch()."""
     os.environ.clear()
     os.environ.update(start.env)
     sys.path[:] = start.sys_path
@@ -301,7 +301,7 @@ def _set_up_process(start: messages.StartNode) -> None:
         fault_injection.enable()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # they are pipes, but people watch them
+            stream.reconfigure(line_buffering=True)  # pipes have none, but users watch the output
     with contextlib.suppress(FileNotFoundError):
         os.chdir(start.cwd)
     if start.cpus:
