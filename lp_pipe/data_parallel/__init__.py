@@ -4,8 +4,11 @@ from lp_pipe.data_parallel.add import ReplicasClient as ReplicasClient
 from lp_pipe.data_parallel.add import ReplicasHandle as ReplicasHandle
 from lp_pipe.data_parallel.add import Servers as Servers
 from lp_pipe.data_parallel.add import add_replicas as add_replicas
+from lp_pipe.data_parallel.batch_norm import BatchNorm as BatchNorm
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer as ReplicaOptimizer
 from lp_pipe.data_parallel.replica import Replica as Replica
+from lp_pipe.data_parallel.replicator import InputContext as InputContext
+from lp_pipe.data_parallel.replicator import add_replicator as add_replicator
 from lp_pipe.data_parallel.shards import Shard as Shard
 from lp_pipe.errors import CollectiveMismatch as CollectiveMismatch
 from lp_pipe.errors import DataParallelError as DataParallelError

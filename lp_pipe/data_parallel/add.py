@@ -11,6 +11,7 @@ from torch import Tensor
 from lp_pipe.address import Address
 from lp_pipe.collectives.group import Group
 from lp_pipe.context import context
+from lp_pipe.data_parallel.batch_norm import worker_of_node
 from lp_pipe.data_parallel.replica import Replica
 from lp_pipe.data_parallel.workers import ReplicaOptions, ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported, Unavailable
@@ -112,6 +113,7 @@ class ReplicaWorker:
 
     def run(self) -> None:
         steps = self._replica.own_steps
+        worker_of_node[self._workers.node] = self._replica
         try:
             if not self._workers.options.may_change:
                 self._workers.meet()
@@ -120,6 +122,7 @@ class ReplicaWorker:
             user_code.call(self._train, self._replica, *args, **kwargs)
             steps.leave()
         finally:
+            del worker_of_node[self._workers.node]
             steps.close()
 
     def current_step(self) -> int:

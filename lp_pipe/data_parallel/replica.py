@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lp_pipe.collectives.backend import GenerationOver
 from lp_pipe.collectives.group import Group
-from lp_pipe.data_parallel.collective_calls import CollectiveCalls
+from lp_pipe.data_parallel.batch_norm import NormalizesBatches
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
 from lp_pipe.data_parallel.shards import Shard, cut_into_shards
 from lp_pipe.data_parallel.steps import ReplicaSteps
@@ -19,7 +19,7 @@ from lp_pipe.pipeline.layers.model import LossWeight
 from lp_pipe.training.rng import PausableRng
 
 
-class Replica(CollectiveCalls):
+class Replica(NormalizesBatches):
     """A worker of `add_replicas`, for the function `train` that runs in it; for one thread.
 
     Where workers may change (`on_failure`, `workers="2:8"`), collectives are for the loop over `steps` only, and return
@@ -31,6 +31,7 @@ class Replica(CollectiveCalls):
         self._workers = workers
         self.own_steps = ReplicaSteps(workers)
         self._rng: PausableRng | None = None  # of the shard that is being computed
+        self._shards_by_replica: list[int] | None = None  # of the last batch; None: the loop uses no shards
 
     # ---- this worker ----
 
@@ -57,6 +58,11 @@ class Replica(CollectiveCalls):
     def replicas(self) -> tuple[int, ...]:
         """The logical replicas that this worker hosts now."""
         return tuple(self._workers.replicas)
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of logical replicas, which decides what is learnt."""
+        return self._workers.options.replicas
 
     @property
     def device(self) -> torch.device:
@@ -104,8 +110,19 @@ class Replica(CollectiveCalls):
         """
         if not isinstance(microbatches, int) or microbatches < 1:
             raise DataParallelError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
-        found = cut_into_shards(batch, self._workers.options.replicas, microbatches, loss_weight)
-        return self._computing([shard for shard in found if shard.replica in self._workers.replicas])
+        found = cut_into_shards(batch, self.num_replicas, microbatches, loss_weight)
+        self._shards_by_replica = [[shard.replica for shard in found].count(r) for r in range(self.num_replicas)]
+        return self._shards([shard for shard in found if shard.replica in self._workers.replicas])
+
+    @contextlib.contextmanager
+    def computing(self, step: int) -> Iterator[None]:
+        """Draw the random numbers of this worker's first replica in the body, as `shards` does; collectives may be in
+        it."""
+        with PausableRng(self._workers.options.seed, self._workers.replicas[0], step, 0) as self._rng:
+            try:
+                yield
+            finally:
+                self._rng = None
 
     def optimizer(
         self,
@@ -138,7 +155,7 @@ class Replica(CollectiveCalls):
             raise DataParallelError(f"clip_grad_norm must be above 0, or None, got {clip_grad_norm!r}")
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             raise DataParallelError(f"bucket_bytes must be a whole number of at least 1, got {bucket_bytes!r}")
-        made = ReplicaOptimizer(optimizer, model, self.own_steps.optimizer_step, clip_grad_norm, bucket_bytes)
+        made = ReplicaOptimizer(optimizer, model, self._step_optimizer, clip_grad_norm, bucket_bytes)
         self.own_steps.add_optimizer(made)
         return made
 
@@ -175,7 +192,7 @@ class Replica(CollectiveCalls):
         """
         raise NotSupported("replica.process_group is not there yet")
 
-    def _computing(self, shards: list[Shard]) -> Iterator[Shard]:
+    def _shards(self, shards: list[Shard]) -> Iterator[Shard]:
         first = self.own_steps.begin_shards({shard.replica: shard.microbatch + 1 for shard in shards})
         for number, shard in enumerate(shards, start=1):
             if not self.own_steps.has_values:
@@ -188,9 +205,23 @@ class Replica(CollectiveCalls):
                 finally:
                     self._rng = None
 
+    def why_not_normalized(self) -> str:
+        if self.world_size != self.num_replicas:
+            return f"it needs a worker for each of the {self.num_replicas} replicas, and there are {self.world_size}"
+        if self._shards_by_replica is not None and set(self._shards_by_replica) != {1}:
+            return f"it needs one shard of each replica, and they have {self._shards_by_replica}"
+        return ""
+
+    def _step_optimizer(self, optimizer: ReplicaOptimizer) -> bool:
+        with self._waiting():
+            return self.own_steps.optimizer_step(optimizer)
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Let other workers of this process, whose shards need the random numbers, go on in the body."""
+        return self._rng.paused() if self._rng is not None else contextlib.nullcontext()
+
     def _run_collective(self, operation: Callable[[Group], list[Tensor]]) -> list[Tensor] | None:
-        # Other workers of this process wait for the random numbers of their shards before they take part.
-        with self._rng.paused() if self._rng is not None else contextlib.nullcontext():
+        with self._waiting():
             try:
                 group = self.own_steps.group_for_call()
                 return None if group is None else operation(group)
