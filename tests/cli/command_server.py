@@ -3,6 +3,7 @@
 Reads a line of JSON for each: arguments, folder, environment, where its output goes. Answers with its exit status.
 """
 
+import gc
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ from lp_pipe.cli.main import COMMANDS, main
 def serve() -> None:
     for command in COMMANDS:
         import_module(f"lp_pipe.cli.{command}")
+    gc.collect()
+    gc.freeze()  # the collector of a forked command would copy all pages of the imports, at its end at the latest
     for line in sys.stdin:
         asked = json.loads(line)
         child = os.fork()

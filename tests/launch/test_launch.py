@@ -74,7 +74,7 @@ def test_a_forked_process_reaches_the_server_itself_or_is_told_that_it_cannot(
 
 
 @pytest.mark.parametrize("who", ["node", "launcher"])
-def test_a_forked_process_waits_for_a_server_that_is_not_up_yet(who: str, tmp_path: Path) -> None:
+def test_a_forked_process_waits_for_a_server_that_is_not_up_yet(who: str, tmp_path: Path, without_torch: None) -> None:
     """Regression: the launcher answered the process's parent, and the process waited for ever."""
     go = tmp_path / "go"
 
@@ -103,7 +103,7 @@ def test_a_forked_process_waits_for_a_server_that_is_not_up_yet(who: str, tmp_pa
             run.wait(WITHIN_S)
 
 
-def test_what_only_the_launcher_knows_is_not_asked_by_a_forked_process() -> None:
+def test_what_only_the_launcher_knows_is_not_asked_by_a_forked_process(without_torch: None) -> None:
     address = lp.Address()
 
     def is_told_so() -> bool:

@@ -27,6 +27,11 @@ WITHIN_S = 60.0
 BATCH = torch.arange(8.0).reshape(8, 1)
 
 
+@pytest.fixture
+def without_torch() -> None:
+    """Let templates preload torch: otherwise each stage and the trainer need seconds to load it."""
+
+
 def protocol_at(port: int) -> str | None:
     """Return what the listener chooses of HTTP/2: gRPC's servers say "h2", other TLS listeners nothing."""
     context = ssl.create_default_context()

@@ -59,7 +59,7 @@ def test_what_only_looks_like_a_call_is_refused(make: Callable[[], lp.Node[Any]]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_child_that_run_forks_is_no_second_node(tmp_path: Path) -> None:
+def test_a_child_that_run_forks_is_no_second_node(tmp_path: Path, without_torch: None) -> None:
     """Regression: the child reported its own end as the node's, and withdrew the node's server."""
 
     class Forks:

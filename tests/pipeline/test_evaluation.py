@@ -76,7 +76,11 @@ def test_an_output_is_that_of_plain_torch_without_gradients() -> None:
     assert torch.equal(output, expected) and torch.equal(streamed, expected)
 
 
-@pytest.mark.parametrize(("mode", "stages"), [("thread", 1), ("thread", 3), ("process", 3)], indirect=["mode"])
+@pytest.mark.parametrize(
+    ("mode", "stages"),
+    [("thread", 1), ("thread", 3), pytest.param("process", 3, marks=pytest.mark.slow)],
+    indirect=["mode"],
+)
 def test_a_loader_is_read_in_windows_and_all_of_them_see_the_same_weights(mode: str, stages: int) -> None:
     model = model_with_everything()
     batches = random_batches([4, 2, 1, 4, 3] * 8)

@@ -190,7 +190,7 @@ def noisy_error(output: Tensor, target: Tensor) -> Tensor:
     return squared_error(output, target + torch.randn_like(target))
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_a_loss_draws_as_a_layer_behind_the_last_one(mode: str) -> None:
     model = pp.Model([nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)], noisy_error, adam)
     plain = PlainLoop(model, 3)

@@ -208,7 +208,10 @@ SPLIT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("mode", "name"), [*(("thread", name) for name in SPLIT), ("process", "zbv")])
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [*(("thread", name) for name in SPLIT), pytest.param("process", "zbv", marks=pytest.mark.slow)],
+)
 def test_both_parts_of_a_backward_may_fail(mode: str, name: str, tmp_path: Path, no_leaks: None) -> None:
     """Forget what the other stages have deferred, or it would be added to the next step's gradients."""
     model = model_with_weight_traps(tmp_path)

@@ -118,6 +118,7 @@ class Renamed(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)], indirect=True)
 def test_what_save_writes_under_names_from_hooks_load_reads(mode: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     layers = [FusedQKV(), Renamed(8, 8), nn.Linear(8, 5)]

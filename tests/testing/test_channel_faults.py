@@ -9,6 +9,7 @@ import torch
 
 import lp_pipe as lp
 from lp_pipe.channels import ChannelHub
+from lp_pipe.launch.processes import template
 from lp_pipe.launched import services_for
 from lp_pipe.pipeline.worker.channel_handle import ChannelHandle, ChannelTarget
 from lp_pipe.testing.plugin import Launched
@@ -43,6 +44,12 @@ class Sending:
     def send_numbers(self, count: int) -> None:
         for number in range(count):
             self.send(number, number)
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let templates preload torch, which both nodes need."""
+    monkeypatch.setattr(template, "_WORTH_PRELOADING", ("numpy", "torch"))
 
 
 @pytest.fixture

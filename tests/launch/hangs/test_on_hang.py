@@ -12,6 +12,8 @@ import pytest
 import lp_pipe as lp
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("without_torch")
+
 LIMIT_S = 1.0
 WITHIN_S = 30.0
 

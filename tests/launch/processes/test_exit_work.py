@@ -18,6 +18,8 @@ import pytest
 import lp_pipe as lp
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("without_torch")
+
 KEPT: list[Any] = []  # holds objects until the process ends
 
 

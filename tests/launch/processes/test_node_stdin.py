@@ -16,6 +16,8 @@ from lp_pipe.launch.debuggers import DebuggerSession
 from lp_pipe.launch.processes.node_stdin import waiting_nodes
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("without_torch")
+
 WITHIN_S = 30.0
 
 
