@@ -15,17 +15,17 @@ from lp_pipe.errors import LaunchError
 from lp_pipe.launch.hosts.agent import run_agent
 from lp_pipe.launch.hosts.network import address_of_interface, with_ssh_client
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Join a run of `lp_pipe launch --mode=multi_host` and run the nodes that its launcher places on this host, until the run
 ends. Engines start this command on every host; on hosts that no engine reaches you start it yourself.
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "agent", help="run nodes on this host for another host's launcher", description=_DESCRIPTION, allow_abbrev=False
-    )
+HELP = "run nodes on this host for another host's launcher"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("--join", required=True, metavar="HOST:PORT[,…]", help="where the launcher listens")
     parser.add_argument(
         "--token-file", required=True, metavar="FILE", help="a file of mode 0600 with the run's secret; - for stdin"
@@ -43,7 +43,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--transport", choices=list(TRANSPORTS), default="tls", help="the launcher's transport (default: tls)"
     )
-    parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:

@@ -15,23 +15,19 @@ from lp_pipe.launch.processes.node_stdin import waiting_nodes
 from lp_pipe.launch.report import shown
 from lp_pipe.telemetry.run_folder import RunFolder
 
-_DESCRIPTION = """\
+DESCRIPTION = """\
 Connect this terminal to the debugger in which a node waits: breakpoint(), pdb.set_trace() or pdb.post_mortem() in a
 node that is a process. The commands are pdb's. Ctrl+D at the prompt, or Ctrl+C at any time, leaves the node waiting.
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "attach",
-        help="connect to the debugger in which a node waits",
-        description=_DESCRIPTION,
-        usage="lp_pipe attach [RUN] [NODE]",
-        allow_abbrev=False,
-    )
+HELP = "connect to the debugger in which a node waits"
+USAGE = "lp_pipe attach [RUN] [NODE]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("words", metavar="[RUN] [NODE]", nargs="*", help="not needed if there is only one")
-    parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from lp_pipe.errors import CheckpointError, PipelineError
 from lp_pipe.pipeline.saving import METADATA
 from lp_pipe.telemetry.run_folder import RunFolder
 
-_EXAMPLES = """\
+EPILOG = """\
 examples:
   lp_pipe checkpoint ls runs/char_gpt-20260101-120000-4711-123456
   lp_pipe checkpoint verify runs/…/checkpoints/step-00000100
@@ -25,22 +25,18 @@ checkpoints, export takes the newest. verify ends with status 1 if a checkpoint 
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "checkpoint",
-        help="list, verify and export a run's checkpoints",
-        description="List, verify and export what a program has saved with lp_pipe.checkpoint, or with pipeline.save.",
-        epilog=_EXAMPLES,
-        usage="lp_pipe checkpoint ls|verify|export PATH [options]",
-        allow_abbrev=False,
-    )
+HELP = "list, verify and export a run's checkpoints"
+DESCRIPTION = "List, verify and export what a program has saved with lp_pipe.checkpoint, or with pipeline.save."
+USAGE = "lp_pipe checkpoint ls|verify|export PATH [options]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("what", metavar="ls|verify|export", choices=["ls", "verify", "export"])
     parser.add_argument("path", metavar="PATH", type=Path, nargs="?", default=Path(), help="default: this folder")
     parser.add_argument("-o", dest="output", metavar="FILE.safetensors", help="export: the file to write")
     parser.add_argument("--part", help="export: which pipeline, if a checkpoint has several")
     parser.add_argument("--json", action="store_true", help="ls, verify: print one JSON object a line")
-    parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lp_pipe.cli.errors import UsageError, counted
+from lp_pipe.cli.errors import UsageError, counted, whole_number
 from lp_pipe.launch.cleanup import (
     KEPT_RUNS,
     abandoned_folders,
@@ -18,20 +18,17 @@ from lp_pipe.launch.run_dir import usual_runs
 from lp_pipe.launch.run_records import RunRecord, dead_entries
 from lp_pipe.process_tree import kill_all
 
+HELP = "remove leftovers of killed runs, and old runs"
+DESCRIPTION = (
+    "For every run of yours on this host whose launcher is dead: kill its remaining processes, and remove its "
+    "socket folder and its entry in the list of live runs. Also remove socket folders that killed agents left "
+    "on this host. With --runs also remove folders of old runs."
+)
+USAGE = "lp_pipe clean [--runs[=FOLDER]] [--keep=N] [--dry-run]"
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "clean",
-        help="remove leftovers of killed runs, and old runs",
-        description=(
-            "For every run of yours on this host whose launcher is dead: kill its remaining processes, and remove its "
-            "socket folder and its entry in the list of live runs. Also remove socket folders that killed agents left "
-            "on this host. With --runs also remove folders of old runs."
-        ),
-        usage="lp_pipe clean [--runs[=FOLDER]] [--keep=N] [--dry-run]",
-        allow_abbrev=False,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument(
         "--runs",
         metavar="FOLDER",
@@ -42,10 +39,12 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "folders with metrics after a day, folders with checkpoints or files of nodes after 30 days without a change",
     )
     parser.add_argument(
-        "--keep", type=_count, metavar="N", help=f"--runs: how many of the newest runs stay (default: {KEPT_RUNS})"
+        "--keep",
+        type=whole_number("--keep=", "runs", 10),
+        metavar="N",
+        help=f"--runs: how many of the newest runs stay (default: {KEPT_RUNS})",
     )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be done")
-    parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
@@ -103,9 +102,3 @@ def _clean(path: Path, record: RunRecord, is_dry: bool) -> Iterator[str]:
     if not is_dry:
         path.unlink(missing_ok=True)
     yield f"{verb} its entry"
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise UsageError(f"--keep={text}: give a number of runs, such as --keep=10")
-    return int(text)

@@ -278,21 +278,18 @@ CHECKS: dict[str, Callable[[], Sequence[str]]] = {
 }
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "doctor",
-        help="check whether programs can run on this machine",
-        description="Check what programs need of this machine, and print a fix for each fault. Nothing is changed.",
-        epilog="Exit status: 0 programs can run, 1 something fails.",
-        usage="lp_pipe doctor [--gpu] [--json]",
-        allow_abbrev=False,
-    )
+HELP = "check whether programs can run on this machine"
+DESCRIPTION = "Check what programs need of this machine, and print a fix for each fault. Nothing is changed."
+USAGE = "lp_pipe doctor [--gpu] [--json]"
+EPILOG = "Exit status: 0 programs can run, 1 something fails."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument(
         "--gpu", action="store_true", help="also send tensors between processes: CUDA IPC, NCCL, and which is taken"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 import difflib
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from lp_pipe.launch.signals import Terminated
 
@@ -58,3 +58,17 @@ def nearest(wrong: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """Return "; did you mean 'RIGHT'?" with the most similar known name; "" if none is similar."""
     found = difflib.get_close_matches(wrong, list(known), n=1, cutoff=likeness)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def whole_number(option: str, what: str, example: int, least: int = 0) -> Callable[[str], int]:
+    """Return a function that reads the value of an option, such as "--keep=", as a number of `what`.
+
+    It raises UsageError if the value is no whole number, or below `least`.
+    """
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise UsageError(f"{option}{text}: give a number of {what}, such as {option}{example}")
+        return int(text)
+
+    return read

@@ -27,7 +27,7 @@ from lp_pipe.search.store import ExperimentFolder, Reading
 from lp_pipe.telemetry.run_folder import RunFolder
 
 _PATIENCE_S = 5.0
-_EXAMPLES = """\
+EPILOG = """\
 examples:
   lp_pipe experiment create examples/search_digits.py    launch it; the same as lp_pipe launch
   lp_pipe experiment preview examples/search_digits.py   how many trials end at which step
@@ -44,22 +44,17 @@ the newest. create and resume block until the experiment ends.
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "experiment",
-        help="search over trials: create, show, pause, resume, export",
-        description="Work with experiments, which search for the best parameters over many trials.",
-        epilog=_EXAMPLES,
-        usage=f"lp_pipe experiment create|{'|'.join(_ACTIONS)} [ID] [options]",
-        allow_abbrev=False,
-    )
+HELP = "search over trials: create, show, pause, resume, export"
+DESCRIPTION = "Work with experiments, which search for the best parameters over many trials."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("what", metavar="ACTION", choices=list(_ACTIONS), help=", ".join(_ACTIONS))
     parser.add_argument("id", metavar="ID", nargs="?", default="-", help="ID or ID/TRIAL; for create, preview: TARGET")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     parser.add_argument("--csv", nargs="?", const="-", metavar="FILE", help="export: rows as CSV (default: stdout)")
     parser.add_argument("--tensorboard", metavar="DIR", type=Path, help="export: event files, a folder per trial")
-    parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
@@ -368,3 +363,4 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int]] = {
     "gc": _collect,
     "export": _export,
 }
+USAGE = f"lp_pipe experiment create|{'|'.join(_ACTIONS)} [ID] [options]"

@@ -11,7 +11,7 @@ from lp_pipe.cli.plan_options import add_plan_options, load_planned
 from lp_pipe.graph import GraphView, to_dot, to_svg, to_text
 
 WRITERS: dict[str, Callable[[GraphView], str]] = {".svg": to_svg, ".dot": to_dot, ".json": GraphView.to_json}
-_EXAMPLES = """\
+EPILOG = """\
 examples:
   lp_pipe graph examples/char_gpt.py
   lp_pipe graph examples/char_gpt.py -o graph.svg -o graph.dot -- --stages=3
@@ -21,16 +21,13 @@ examples:
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "graph",
-        help="show a program's graph as text, SVG, DOT or JSON",
-        description="Show a program's nodes, and which of them hold handles of which others. Nothing is started.",
-        epilog=_EXAMPLES,
-        usage="lp_pipe graph TARGET [-o FILE]… [--mode MODE] [-- program flags]",
-        allow_abbrev=False,
-    )
+HELP = "show a program's graph as text, SVG, DOT or JSON"
+DESCRIPTION = "Show a program's nodes, and which of them hold handles of which others. Nothing is started."
+USAGE = "lp_pipe graph TARGET [-o FILE]… [--mode MODE] [-- program flags]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("target", metavar="TARGET", help="path/file.py[:name] or package.module[:name]")
     parser.add_argument(
         "-o",
@@ -48,7 +45,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help='the mode for which "auto" channels are resolved (default: process)',
     )
     add_plan_options(parser)
-    parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:

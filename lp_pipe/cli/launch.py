@@ -15,7 +15,7 @@ from types import FrameType
 from lp_pipe.checkpoint import checkpoints_in
 from lp_pipe.cli import ending, host_options, submit
 from lp_pipe.cli.display import Display, PlainDisplay, Start
-from lp_pipe.cli.errors import DONE, NotLaunched, UsageError, nearest
+from lp_pipe.cli.errors import DONE, NotLaunched, UsageError, nearest, whole_number
 from lp_pipe.cli.find_run import FOLDER
 from lp_pipe.cli.json_display import JsonDisplay
 from lp_pipe.cli.live_display import LiveDisplay
@@ -40,7 +40,7 @@ from lp_pipe.program import Program
 from lp_pipe.telemetry.run_folder import RunFolder
 
 _REFRESH_S = 0.1
-_EXAMPLES = """\
+EPILOG = """\
 examples:
   lp_pipe launch examples/char_gpt.py
   lp_pipe launch examples/char_gpt.py --mode=thread -- --stages=3 --steps=100
@@ -60,16 +60,13 @@ order; `nohup lp_pipe launch … &` keeps running. Exit status: 0 done, 1 a node
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "launch",
-        help="start a program and watch it until it ends",
-        description="Start every node of a program, show what the nodes print and log, and wait for their end.",
-        epilog=_EXAMPLES,
-        usage="lp_pipe launch TARGET [options] [-- program flags]",
-        allow_abbrev=False,
-    )
+HELP = "start a program and watch it until it ends"
+DESCRIPTION = "Start every node of a program, show what the nodes print and log, and wait for their end."
+USAGE = "lp_pipe launch TARGET [options] [-- program flags]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument(
         "target",
         metavar="TARGET",
@@ -105,7 +102,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument(
         "--nproc",
-        type=_nproc,
+        type=whole_number("--nproc=", "ranks per host", 2, least=1),
         metavar="N",
         help="run TARGET, a script for torchrun, as N ranks on each host, with the environment that torchrun sets",
     )
@@ -113,7 +110,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     host_options.add_arguments(parser)
     host_options.add_launch_only(parser)
     parser.add_argument("--json", action="store_true", help="print events, one JSON object a line, on stdout")
-    parser.set_defaults(run=run_command, parser=parser)
+    parser.set_defaults(parser=parser)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
@@ -316,12 +313,6 @@ def _folder(text: str) -> Path:
     if not text:  # --run-dir=$UNSET
         raise UsageError("--run-dir is empty: for the current folder write --run-dir=.")
     return Path(text)
-
-
-def _nproc(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise UsageError(f"--nproc={text}: give a number of ranks per host, such as --nproc=2")
-    return int(text)
 
 
 def _grace(text: str) -> float:

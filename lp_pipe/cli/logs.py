@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lp_pipe.cli.errors import NotAnswered, UsageError, nearest
+from lp_pipe.cli.errors import NotAnswered, UsageError, nearest, whole_number
 from lp_pipe.cli.find_run import asking, find_run, live_runs
 from lp_pipe.launch.run_records import RunRecord, read_record
 from lp_pipe.telemetry.run_folder import RunFolder
@@ -85,7 +85,7 @@ def _open_plain(path: Path) -> int:
 
 _LOOK_EVERY_S = 0.2
 _FIRST_LINES_WHEN_FOLLOWING = 10
-_EXAMPLES = """\
+EPILOG = """\
 examples:
   lp_pipe logs                        all that the nodes of the only live run have printed
   lp_pipe logs -f                     the last lines, then new ones until the run ends
@@ -95,24 +95,24 @@ examples:
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "logs",
-        help="print what the nodes of a run have printed",
-        description="Print what the nodes of a run have printed, node after node, and with -f new lines as they come. "
-        "Each line has its node's label, unless NODE names a single node (label/index).",
-        epilog=_EXAMPLES,
-        usage="lp_pipe logs [RUN] [NODE] [-f] [-n N]",
-        allow_abbrev=False,
-    )
+HELP = "print what the nodes of a run have printed"
+DESCRIPTION = (
+    "Print what the nodes of a run have printed, node after node, and with -f new lines as they come. "
+    "Each line has its node's label, unless NODE names a single node (label/index)."
+)
+USAGE = "lp_pipe logs [RUN] [NODE] [-f] [-n N]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument(
         "target", metavar="RUN", nargs="?", help="a run's folder or name; of a live run the beginning of the name"
     )
     parser.add_argument("node", metavar="NODE", nargs="?", help="label/index, or a label for its whole group")
     parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
-    parser.add_argument("-n", "--lines", type=_count, metavar="N", help="only the last N lines of each node")
-    parser.set_defaults(run=run_command)
+    parser.add_argument(
+        "-n", "--lines", type=whole_number("-n ", "lines", 20), metavar="N", help="only the last N lines of each node"
+    )
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
@@ -198,9 +198,3 @@ def _nothing(record: RunRecord, logs: _Logs, node: str | None) -> str:
     if node is None or not known:
         return f"no node of run {record.name} has printed anything{' yet: use -f to wait' if _is_on(record) else ''}"
     return f"node {node!r} of run {record.name} has printed nothing{nearest(node, known)} (nodes: {', '.join(known)})"
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise UsageError(f"-n {text}: give a number of lines, such as -n 20")
-    return int(text)

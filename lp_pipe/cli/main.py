@@ -15,7 +15,8 @@ from lp_pipe.cli import streams
 from lp_pipe.cli.errors import DONE, INTERRUPTED, NOT_LAUNCHED, CommandError, UsageError, nearest, status_of
 from lp_pipe.private_python import options_of
 
-# Each is a module of this folder, which is imported only when its command runs: some imports are slow.
+# Each is a module of this folder, which is imported only when its command runs: some imports are slow. It has the texts
+# HELP, DESCRIPTION, USAGE and EPILOG, a function that adds the options, and one that runs the command.
 COMMANDS = (
     *("launch", "graph", "schedule", "profile", "partition", "checkpoint", "experiment"),
     *("status", "logs", "stacks", "stop", "attach", "ps", "runs", "clean", "doctor", "agent"),
@@ -140,7 +141,13 @@ def _parser(described: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in described:
-        import_module(f"lp_pipe.cli.{command}").add_command(commands)
+        module = import_module(f"lp_pipe.cli.{command}")
+        texts: dict[str, Any] = {
+            name: getattr(module, name.upper(), None) for name in ("help", "description", "usage", "epilog")
+        }
+        its_parser = commands.add_parser(command, allow_abbrev=False, **texts)
+        module.add_arguments(its_parser)
+        its_parser.set_defaults(run=module.run_command)
     return parser, [option for command in commands.choices.values() for option in options_of(command)]
 
 

@@ -15,7 +15,7 @@ from lp_pipe.errors import PartitionError
 if TYPE_CHECKING:
     from lp_pipe.pipeline.partitioning import Plan
 
-_EXAMPLES = """\
+EPILOG = """\
 examples:
   lp_pipe partition profile.json topology.toml -o plan.toml
   lp_pipe partition graph.txt topology.toml --straight      PipeDream's own format; no replicas
@@ -34,16 +34,13 @@ topology.toml, from the innermost level outwards, in bytes and bytes/s:
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "partition",
-        help="decide where to cut a profiled model, and how many replicas each stage gets",
-        description="Find the plan whose slowest stage, or boundary between stages, is as fast as possible.",
-        epilog=_EXAMPLES,
-        usage="lp_pipe partition PROFILE TOPOLOGY [-o plan.toml] [options]",
-        allow_abbrev=False,
-    )
+HELP = "decide where to cut a profiled model, and how many replicas each stage gets"
+DESCRIPTION = "Find the plan whose slowest stage, or boundary between stages, is as fast as possible."
+USAGE = "lp_pipe partition PROFILE TOPOLOGY [-o plan.toml] [options]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     add = parser.add_argument
     add("profile", metavar="PROFILE", help="profile.json, or graph.txt from PipeDream's profiler")
     add("topology", metavar="TOPOLOGY", help="topology.toml")
@@ -91,7 +88,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="order of devices with different speeds: any (default) or given",
     )
     add("--json", action="store_true", help="print the plan as JSON")
-    parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:

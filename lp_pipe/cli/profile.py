@@ -15,7 +15,7 @@ from lp_pipe.launch.options import LaunchOptions
 if TYPE_CHECKING:
     from lp_pipe.pipeline.partitioning import Profile
 
-_EXAMPLES = """\
+EPILOG = """\
 examples:
   lp_pipe profile examples/char_gpt.py -o profile.json
   lp_pipe profile examples/char_gpt.py -o profile.json -- --layers=12      pass flags to the program
@@ -25,17 +25,16 @@ examples:
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "profile",
-        help="measure the time and memory of a pipeline's layers",
-        description="Train copies of a pipeline's layers for some seconds in this process, on the first micro-batch of "
-        "its feeder; the program itself is not launched.",
-        epilog=_EXAMPLES,
-        usage="lp_pipe profile TARGET [-o profile.json] [options] [-- program flags]",
-        allow_abbrev=False,
-    )
+HELP = "measure the time and memory of a pipeline's layers"
+DESCRIPTION = (
+    "Train copies of a pipeline's layers for some seconds in this process, on the first micro-batch of "
+    "its feeder; the program itself is not launched."
+)
+USAGE = "lp_pipe profile TARGET [-o profile.json] [options] [-- program flags]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     add = parser.add_argument
     add("target", metavar="TARGET", nargs="?", help="path/file.py[:name] or package.module[:name]")
     add(
@@ -56,7 +55,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="measure while N - 1 other processes do the same, like N stages on one host (default: 1)",
     )
     host_options.add_arguments(parser, needed="--links")
-    parser.set_defaults(run=run_command, mode="multi_host")
+    parser.set_defaults(mode="multi_host")
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:

@@ -9,18 +9,14 @@ from dataclasses import asdict
 from lp_pipe.cli.find_run import live_runs, run_table
 from lp_pipe.launch.run_records import dead_entries
 
+HELP = "list your running programs on this host"
+DESCRIPTION = "List your running programs on this host. Unit tests in thread mode are not listed."
+USAGE = "lp_pipe ps [--json]"
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "ps",
-        help="list your running programs on this host",
-        description="List your running programs on this host. Unit tests in thread mode are not listed.",
-        usage="lp_pipe ps [--json]",
-        allow_abbrev=False,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from lp_pipe.cli.errors import UsageError
+from lp_pipe.cli.errors import UsageError, whole_number
 from lp_pipe.cli.find_run import FOLDER
 from lp_pipe.cli.table import duration, table
 from lp_pipe.launch.report import shown
@@ -19,22 +19,26 @@ _SHOWN = 20
 _FAILURE_LETTERS = 70
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "runs",
-        help="list runs that have ended, and how",
-        description=(
-            "List the runs whose folders are in this folder, in ./runs, and where scripts make them "
-            "($LP_PIPE_RUNS, or below your state folder), newest first; with FOLDER only the runs in that folder."
-        ),
-        usage="lp_pipe runs [FOLDER] [-n N] [--json]",
-        allow_abbrev=False,
-    )
+HELP = "list runs that have ended, and how"
+DESCRIPTION = (
+    "List the runs whose folders are in this folder, in ./runs, and where scripts make them "
+    "($LP_PIPE_RUNS, or below your state folder), newest first; with FOLDER only the runs in that folder."
+)
+USAGE = "lp_pipe runs [FOLDER] [-n N] [--json]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, help="a folder of runs, or a run's own")
-    parser.add_argument("-n", "--number", type=_count, default=_SHOWN, metavar="N", help=f"default: {_SHOWN}")
+    parser.add_argument(
+        "-n",
+        "--number",
+        type=whole_number("-n ", "runs", 50, least=1),
+        default=_SHOWN,
+        metavar="N",
+        help=f"default: {_SHOWN}",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line: the contents of run.json")
-    parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
@@ -105,9 +109,3 @@ def _ending(record: RunRecord) -> str:
     if state == "unknown":
         return f"unknown: run this command on host {record.host}"
     return f"{state}: {shortened(record.failure, _FAILURE_LETTERS)}" if record.failure else state
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise UsageError(f"-n {text}: give a number of runs, such as -n 50")
-    return int(text)

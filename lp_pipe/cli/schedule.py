@@ -40,7 +40,7 @@ _WRITERS: dict[str, Callable[[Schedule, Timeline], str]] = {
 _COMPARISON_WRITERS = (".json", ".txt")
 _MOST_ACTIONS = 20_000_000
 _UNIT_COSTS = Costs(forward=1, backward_input=1, backward_weight=1)
-_EXAMPLES = """\
+EPILOG = """\
 examples:
   lp_pipe schedule 1f1b --stages 4 --microbatches 8
   lp_pipe schedule zbv --stages 4 --microbatches 8 -o zbv.svg -o zbv.json     a picture, a trace for ui.perfetto.dev
@@ -57,16 +57,13 @@ are as equally slow as possible.
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "schedule",
-        help="draw a schedule's timeline, or compare all schedules",
-        description="Simulate a step of a pipeline schedule and draw it; with --compare rank all of them.",
-        epilog=_EXAMPLES,
-        usage="lp_pipe schedule NAME|FILE.csv|--compare --stages P --microbatches M [options]",
-        allow_abbrev=False,
-    )
+HELP = "draw a schedule's timeline, or compare all schedules"
+DESCRIPTION = "Simulate a step of a pipeline schedule and draw it; with --compare rank all of them."
+USAGE = "lp_pipe schedule NAME|FILE.csv|--compare --stages P --microbatches M [options]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     add = parser.add_argument
     add("name", metavar="NAME", nargs="?", help=f"{', '.join(schedules())}, or a file in torch's CSV format")
     add("--stages", type=int, metavar="P", help="number of workers")
@@ -86,7 +83,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         default=[],
         help=f"ends in {', '.join(_WRITERS)} (.json: trace events, for Perfetto); may be repeated",
     )
-    parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:

@@ -15,19 +15,18 @@ _INTERPRETER = '  File "<string>", line 1'  # the outermost frame of a node proc
 _TITLE = re.compile(r"(?:host (?P<host>.*)|(?:node (?P<node>\S+))?(?:, )?(?:thread (?P<thread>.*):)?)$")
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "stacks",
-        help="print where every node's own code is",
-        description="Print where the threads of every node are, to find out why a program hangs: only threads that run "
-        "your code, without the frames that lead to it. With --all print every frame of every thread.",
-        usage="lp_pipe stacks [RUN] [--all]",
-        allow_abbrev=False,
-    )
+HELP = "print where every node's own code is"
+DESCRIPTION = (
+    "Print where the threads of every node are, to find out why a program hangs: only threads that run "
+    "your code, without the frames that lead to it. With --all print every frame of every thread."
+)
+USAGE = "lp_pipe stacks [RUN] [--all]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     add_run_argument(parser)
     parser.add_argument("--all", action="store_true", help="print every frame of every thread")
-    parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:

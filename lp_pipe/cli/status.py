@@ -13,18 +13,15 @@ from lp_pipe.launch.report import shown
 _MAX_ERROR_LETTERS = 60
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "status",
-        help="show the nodes of a running program",
-        description="Print a table of the nodes of a running program: state, process, uptime, what each waits for.",
-        usage="lp_pipe status [RUN] [--json]",
-        allow_abbrev=False,
-    )
+HELP = "show the nodes of a running program"
+DESCRIPTION = "Print a table of the nodes of a running program: state, process, uptime, what each waits for."
+USAGE = "lp_pipe status [RUN] [--json]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     add_run_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:

@@ -7,21 +7,17 @@ from collections.abc import Sequence
 
 from lp_pipe.cli.find_run import add_run_argument, asking, find_run_to_stop
 
+HELP = "stop a running program in order"
+DESCRIPTION = (
+    "Stop a running program, as Ctrl+C in its own terminal does, and wait until all its processes have ended. "
+    "Without RUN, stop the only run that was launched in this folder or in this terminal."
+)
+USAGE = "lp_pipe stop [RUN]"
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Describe the command and its options."""
-    parser = commands.add_parser(
-        "stop",
-        help="stop a running program in order",
-        description=(
-            "Stop a running program, as Ctrl+C in its own terminal does, and wait until all its processes have ended. "
-            "Without RUN, stop the only run that was launched in this folder or in this terminal."
-        ),
-        usage="lp_pipe stop [RUN]",
-        allow_abbrev=False,
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     add_run_argument(parser, without="the one launched in this folder or terminal")
-    parser.set_defaults(run=run_command)
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
