@@ -11,11 +11,52 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from lp_pipe.cli.ending import Ending
+from lp_pipe.cli.errors import DONE, NODE_FAILED, counted, status_of
 from lp_pipe.cli.output import Output, labelled
 from lp_pipe.cli.streams import say
+from lp_pipe.errors import NodeError
 from lp_pipe.graph import GraphView, to_text
+from lp_pipe.launch import ElasticRun, Run
+from lp_pipe.launch.report import closing_lines, run_folder
 from lp_pipe.telemetry.metrics import MetricsRecord
+from lp_pipe.telemetry.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a run.
+
+    kind: "done", "failed" or "interrupted". text: ends with the run's folder and the command that resumes it.
+    """
+
+    kind: str
+    exit_status: int
+    text: str
+    failure: NodeError | None = None
+
+    @classmethod
+    def done(cls, run: Run | ElasticRun, seconds: float) -> Self:
+        return cls("done", DONE, f"done in {seconds:.1f} s; {run_folder(RunFolder(run.run_dir))}")
+
+    @classmethod
+    def failed(cls, error: NodeError) -> Self:
+        return cls("failed", NODE_FAILED, error.report, error)
+
+    @classmethod
+    def interrupted(
+        cls, run: Run | ElasticRun, interrupt: KeyboardInterrupt, seconds: float, failure: NodeError | None
+    ) -> Self:
+        """Return the end of an interrupted run.
+
+        seconds: from the signal to the end of the last node. failure: the one that came before the signal, if any.
+        """
+        nodes = counted(sum(len(rows) for rows in run.status().values()), "node")
+        end = closing_lines(RunFolder(run.run_dir))
+        text = f"interrupted; {nodes} stopped in {seconds:.1f} s; {end}"
+        if failure is not None:
+            text = f"{failure.report.removesuffix(end)}{text}"
+        return cls("interrupted", status_of(interrupt), text, failure)
+
 
 Status = Mapping[str, list[dict[str, Any]]]
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from lp_pipe.cli.display import Display, Start, Status
-from lp_pipe.cli.ending import Ending
+from lp_pipe.cli.display import Display, Ending, Start, Status
 from lp_pipe.cli.output import Output, redirected
 from lp_pipe.cli.streams import say
 from lp_pipe.telemetry.metrics import MetricsRecord

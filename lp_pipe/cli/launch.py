@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 
 from lp_pipe.checkpoint import checkpoints_in
-from lp_pipe.cli import ending, host_options, submit
-from lp_pipe.cli.display import Display, PlainDisplay, Start
+from lp_pipe.cli import host_options, submit
+from lp_pipe.cli.display import Display, Ending, PlainDisplay, Start
 from lp_pipe.cli.errors import DONE, NotLaunched, UsageError, nearest, whole_number
 from lp_pipe.cli.find_run import FOLDER
 from lp_pipe.cli.json_display import JsonDisplay
@@ -229,7 +229,7 @@ def _none_left_behind() -> Iterator[None]:
         raise
 
 
-def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Output) -> ending.Ending:
+def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Output) -> Ending:
     began = time.monotonic()
     debuggers = LocalDebuggers(run.run_dir, display.suspended)
     try:
@@ -248,15 +248,15 @@ def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Outp
             display.note(f"stopping ({again}) …")
             run.stop()
         run.stop()
-        return ending.interrupted(run, interrupt, time.monotonic() - began, _failure_of(run))
+        return Ending.interrupted(run, interrupt, time.monotonic() - began, _failure_of(run))
     except NodeError as error:
-        return ending.failed(error)
+        return Ending.failed(error)
     except (LpPipeError, ValueError) as error:  # an elastic run lacks hosts or resources to continue
         raise NotLaunched(str(error)) from error
     finally:
         run.stop()
         display.status(run.status())
-    return ending.done(run, time.monotonic() - began)
+    return Ending.done(run, time.monotonic() - began)
 
 
 def _failure_of(run: Run | ElasticRun) -> NodeError | None:

@@ -72,7 +72,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         raise UsageError("the following arguments are required: TARGET (or --links); see `lp_pipe profile --help`")
     program = load_program(arguments.target, program_flags)
     try:
-        from lp_pipe.measuring.program_profile import profile_program
+        from lp_pipe.measuring.profiling import profile_program
     except ModuleNotFoundError as error:
         raise NotLaunched(f"{error}; a profile needs torch: pip install 'lp_pipe[torch]'") from error
     try:

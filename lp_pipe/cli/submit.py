@@ -10,8 +10,8 @@ from lp_pipe.cli.errors import DONE, NODE_FAILED, NotLaunched, UsageError
 from lp_pipe.cli.host_options import engine_options
 from lp_pipe.cli.json_display import JsonDisplay
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.engines import make_engine, slurm, slurm_job
-from lp_pipe.launch.engines.slurm_job import JobState
+from lp_pipe.launch.engines import make_engine, slurm
+from lp_pipe.launch.engines.slurm import JobState
 
 _READ_EVERY_S = 0.25
 _ASK_EVERY_S = 2.0  # not more often, because one controller serves all users
@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
         make_engine("slurm", arguments.hosts, engine)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    options = slurm_job.sbatch_arguments(name, arguments.hosts, str(Path.cwd() / "slurm-%j.out"), engine)
-    text = slurm_job.script([sys.executable, "-u", "-m", "lp_pipe", *given])
+    options = slurm.sbatch_arguments(name, arguments.hosts, str(Path.cwd() / "slurm-%j.out"), engine)
+    text = slurm.script([sys.executable, "-u", "-m", "lp_pipe", *given])
     if arguments.dry_run:
         shown = f"sbatch {shlex.join(options)} <<'END'\n{text}END"
         if arguments.json:
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(shown)
         return DONE
     try:
-        job = slurm_job.submit(options, text)
+        job = slurm.submit(options, text)
     except LaunchError as error:
         raise NotLaunched(f"cannot submit {arguments.target}: {error}") from error
     return _Following(job, Path.cwd() / f"slurm-{job}.out").to_the_end()
@@ -94,7 +94,7 @@ class _Following:
         self._acted_on = self._interrupts
         is_first = self._interrupts == 1
         self._note("stopping (Ctrl+C again to cancel it) …" if is_first else "cancelling …")
-        end = slurm_job.interrupt if is_first else slurm_job.cancel
+        end = slurm.interrupt if is_first else slurm.cancel
         try:
             end(self._job)
         except LaunchError as error:  # the job has just ended, or the controller does not answer
@@ -103,7 +103,7 @@ class _Following:
     def _follow(self) -> int:
         known = time.monotonic()
         while time.monotonic() - known < _UNKNOWN_FOR_S:
-            state = slurm_job.state_of(self._job)
+            state = slurm.state_of(self._job)
             if state is not None:
                 known = time.monotonic()
                 self._show_state(state)

@@ -3,10 +3,9 @@
 from typing import Any, NamedTuple
 from xml.etree import ElementTree as ET
 
-from lp_pipe.graph.arrows import Arrow
 from lp_pipe.graph.box_layout import Rect
 from lp_pipe.graph.graph_view import GraphView, NodeView, count
-from lp_pipe.graph.scene import NOTE_HEIGHT, Box, Curve, Scene, make_scene
+from lp_pipe.graph.scene import NOTE_HEIGHT, Arrow, Box, Curve, Scene, make_scene
 from lp_pipe.graph.svg_elements import FAINT_INK, INK, add, add_heading, make_picture, to_text
 from lp_pipe.program import Edge
 

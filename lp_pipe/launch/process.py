@@ -36,10 +36,10 @@ from lp_pipe.launch.supervision.messages import Failure, View
 from lp_pipe.launch.supervision.node_api import NodeApi
 from lp_pipe.process_tree import is_dying, state_of
 from lp_pipe.protos import supervision_pb2 as wire
-from lp_pipe.telemetry import crashes
 from lp_pipe.telemetry.log_files import LogFiles, LogOutput
 from lp_pipe.telemetry.log_pump import LogPump
 from lp_pipe.telemetry.metrics import MetricsLog
+from lp_pipe.telemetry.tracebacks import MOST_LINES, crash_traceback
 
 _log = logging.getLogger(__name__)
 
@@ -322,8 +322,8 @@ class ProcessHost(Host):
             self._coordinator.tell(node_id, messages.EndsUnasked())
         if self._coordinator.must_end(node_id):
             return
-        all_lines = self._logs.last_lines(node_id, max(0.0, deadline - time.monotonic()), crashes.MOST_LINES)
-        printed, traceback = crashes.crash_traceback(all_lines, how)
+        all_lines = self._logs.last_lines(node_id, max(0.0, deadline - time.monotonic()), MOST_LINES)
+        printed, traceback = crash_traceback(all_lines, how)
         lines = printed[-_SHOWN_LINES:]
         output = "its last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else "it had printed nothing"
         failure = Failure("ProcessDied", how, f"The process raised no exception; {output}\n{traceback}".rstrip())

@@ -5,8 +5,8 @@ from lp_pipe.nodes.cacher_node import CacheInfo as CacheInfo
 from lp_pipe.nodes.cacher_node import CacherNode as CacherNode
 from lp_pipe.nodes.cacher_node import cache_info as cache_info
 from lp_pipe.nodes.colocation import Colocation as Colocation
+from lp_pipe.nodes.colocation import MultiProcessingColocation as MultiProcessingColocation
 from lp_pipe.nodes.courier_node import CourierNode as CourierNode
-from lp_pipe.nodes.multi_processing_colocation import MultiProcessingColocation as MultiProcessingColocation
 from lp_pipe.nodes.multi_threading_colocation import MultiThreadingColocation as MultiThreadingColocation
 from lp_pipe.nodes.py_node import PyClassNode as PyClassNode
 from lp_pipe.nodes.py_node import PyNode as PyNode

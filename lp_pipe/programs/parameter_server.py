@@ -21,21 +21,93 @@ import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 import lp_pipe as lp
 from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.nodes import user_code
-from lp_pipe.programs.all_shards import Parameters, all_of, results_of
-from lp_pipe.programs.checked_task import CheckedTask, TrainingTask, Vector
 from lp_pipe.programs.digits import load_digits
 from lp_pipe.programs.options import option, parse_options
-from lp_pipe.programs.parameter_shards import SHARDS, Joined, Sgd, Snapshot, StaleGeneration
+from lp_pipe.programs.parameter_shards import (
+    SHARDS,
+    Joined,
+    Parameters,
+    Sgd,
+    Snapshot,
+    StaleGeneration,
+    all_of,
+    results_of,
+)
 from lp_pipe.programs.waiting import until_the_stop
+
+Vector = NDArray[np.float64]
+
+
+class TrainingTask(Protocol):
+    """A model and its data. It is sent to all nodes, so it must be picklable (or a Deferred)."""
+
+    def initial_parameters(self) -> Vector:
+        """Return all parameters as one vector; the same at every call."""
+
+    def gradient(self, parameters: Vector, step: int, rank: int) -> Vector:
+        """Return the gradient for a batch that `step` and `rank` select.
+
+        A function of its arguments only, so that it can be computed again.
+        """
+
+    def evaluate(self, parameters: Vector) -> dict[str, float]:
+        """Return numbers for the display and the result, such as the test accuracy."""
+
+
+class CheckedTask:
+    """A wrapper of a task that checks the shapes of its results.
+
+    Raises (all methods): TypeError: the result has the wrong type or shape.
+    """
+
+    def __init__(self, task: TrainingTask) -> None:
+        self._task = task
+
+    def initial_parameters(self) -> Vector:
+        given = self._task.initial_parameters()
+        found = _as_array(given)
+        if found is None or found.ndim == 0:
+            raise TypeError(f"parameter_server: initial_parameters() gave {_kind(given)}, but must return one vector")
+        return found
+
+    def gradient(self, parameters: Vector, step: int, rank: int) -> Vector:
+        given = self._task.gradient(parameters, step, rank)
+        found = _as_array(given)
+        if found is None or found.shape != parameters.shape:
+            raise TypeError(
+                f"parameter_server: gradient() of step {step}, rank {rank}, gave {_kind(given)}, but must return an "
+                f"array of the parameters' shape {parameters.shape}"
+            )
+        return found
+
+    def evaluate(self, parameters: Vector) -> dict[str, float]:
+        given = self._task.evaluate(parameters)
+        if not isinstance(given, Mapping):
+            raise TypeError(f"parameter_server: evaluate() gave {_kind(given)}, but must return a dict of numbers")
+        return dict(given)
+
+
+def _as_array(given: Any) -> Vector | None:
+    """Return the value as an array; None if it holds no numbers."""
+    found = np.asarray(given)
+    return found if found.dtype.kind in "fiub" else None
+
+
+def _kind(given: Any) -> str:
+    shape = getattr(given, "shape", None)
+    return type(given).__name__ if shape is None else f"{type(given).__name__} of shape {tuple(shape)}"
+
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.02  # between tries, which fail at once if a peer is gone

@@ -8,9 +8,9 @@ import time
 from collections import deque
 
 from lp_pipe.private_python import call_before_threads_are_joined
-from lp_pipe.telemetry.crashes import MOST_LINES
 from lp_pipe.telemetry.log_files import LogOutput
 from lp_pipe.telemetry.terminal_lines import TerminalLines
+from lp_pipe.telemetry.tracebacks import MOST_LINES
 
 _log = logging.getLogger(__name__)
 

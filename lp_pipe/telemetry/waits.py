@@ -8,6 +8,7 @@ for hangs calls (launch/hangs/hang_watch.py), every few seconds.
 """
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -21,14 +22,13 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 from lp_pipe.context import NodeContext, context_of_thread, current_context
-from lp_pipe.telemetry.standstill import Standstill, find_standstill
-from lp_pipe.telemetry.tracebacks import is_of_user
+from lp_pipe.telemetry.tracebacks import is_of_user, owner_of
 
 # Kinds of activities: MAIN is a node's own code (run, a constructor), HANDLER a call that it serves; others are waits.
 MAIN, HANDLER, CALL, RESOLVE, RECEIVE, SEND = "main", "handler", "call", "resolve", "receive", "send"
 IDLE = "idle"  # the node's own code has ended, and the node serves calls until the stop
 DEBUGGER = "debugger"  # the node's code waits at a debugger's prompt; `what` says where
-RANKS = "ranks"  # a wait in torch.distributed: not recorded, but detected (standstill.py)
+RANKS = "ranks"  # a wait in torch.distributed: not recorded, but detected (`find_standstill`)
 WAITS = (CALL, RESOLVE, RECEIVE, SEND, RANKS)
 
 
@@ -189,10 +189,6 @@ def _described(one: waiting, thread: int, now: float, place: str) -> Activity:
     )
 
 
-def _standing(still: Standstill, thread: int, now: float, place: str) -> Activity:
-    return Activity("", RANKS, thread, still.since, now - still.since, "", "", "", still.what, False, place)
-
-
 def place_of(frame: FrameType | None) -> str:
     """Return the innermost line of user code, such as "train.py:41 in step"; "" if there is none."""
     while frame is not None:
@@ -214,3 +210,80 @@ def _outwards(one: waiting | None) -> Iterator[waiting]:
     while one is not None:
         yield one
         one = one.outer
+
+
+# Detect threads that wait in torch.distributed: in a collective, at a rendezvous, in a backward that waits for one.
+#
+# torch does not report such a wait, and gives up only after half an hour. But the kernel counts how long each thread
+# has run: a thread that has not run at all between two looks waits for something. Only processes that use
+# torch.distributed are examined. Threads with the innermost frame in lp_pipe or the standard library are skipped: they
+# wait for calls, locks, queues and sockets.
+
+_TORCH_DISTRIBUTED = "/torch/distributed/"
+_WRAPPERS = ("c10d_logger.py", "_contextlib.py")  # decorators around torch's collectives
+
+
+class Standstill(NamedTuple):
+    """A thread that has not run since an earlier look.
+
+    since: time.monotonic() of that look. what: torch's function, such as "all_reduce()"; "" in user code.
+    """
+
+    since: float
+    what: str
+
+
+_ran: dict[int, tuple[str, float]] = {}  # by thread ident: its run time, and when that value was first seen
+
+
+def find_standstill(thread: threading.Thread | None, frame: FrameType | None) -> Standstill | None:
+    """Return where the thread has waited since an earlier call; None if it runs, or waits for something else."""
+    if thread is None or thread.ident is None or frame is None or not _may_wait_for_ranks(frame):
+        return None
+    ran = _time_run(thread)
+    before, since = _ran.get(thread.ident, ("", 0.0))
+    if ran and ran == before:
+        return Standstill(since, _torch_call(frame))
+    _ran[thread.ident] = ran, time.monotonic()
+    return None
+
+
+def _may_wait_for_ranks(frame: FrameType) -> bool:
+    torch = sys.modules.get("torch.distributed.distributed_c10d")
+    if torch is None or owner_of(frame.f_code.co_filename) in ("lp_pipe", "the standard library"):
+        return False
+    return torch.is_initialized() or _is_of_torch_distributed(frame)
+
+
+def _is_of_torch_distributed(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if _TORCH_DISTRIBUTED in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _torch_call(frame: FrameType | None) -> str:
+    """Return the function that the user's innermost line has called; torch.distributed's, if one is in the stack."""
+    found: list[FrameType] = []
+    while frame is not None and owner_of(frame.f_code.co_filename) is not None:
+        if not frame.f_code.co_filename.endswith(_WRAPPERS):
+            found.append(frame)
+        frame = frame.f_back
+    distributed = [one for one in found if _TORCH_DISTRIBUTED in one.f_code.co_filename]
+    return f"{(distributed or found)[-1].f_code.co_name}()" if found else ""
+
+
+def _time_run(thread: threading.Thread) -> str:
+    """Return the thread's nanoseconds on a core and its number of time slices; "" if the kernel does not tell."""
+    # After a fork the main thread's native_id is still that of the parent process.
+    number = os.getpid() if thread is threading.main_thread() else thread.native_id
+    try:
+        on_core_ns, _, turns = Path(f"/proc/self/task/{number}/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return ""
+    return f"{on_core_ns} {turns}"
+
+
+def _standing(still: Standstill, thread: int, now: float, place: str) -> Activity:
+    return Activity("", RANKS, thread, still.since, now - still.since, "", "", "", still.what, False, place)

@@ -1,7 +1,10 @@
 """Detect what a test leaves behind: threads, processes, sockets, shared memory, temporary files."""
 
+import contextlib
 import gc
 import os
+import re
+import socket
 import sys
 import threading
 import time
@@ -12,7 +15,81 @@ from pathlib import Path
 
 from lp_pipe.private_python import is_foreign, target_of
 from lp_pipe.process_tree import start_time, tree_of
-from lp_pipe.testing import open_files, temp_dir
+from lp_pipe.testing import temp_dir
+
+_SHARED_MEMORY = Path("/dev/shm")
+_MAPPED = re.compile(r"(?:/memfd:|/dev/shm/)\S+(?: \(deleted\))?$", re.MULTILINE)
+
+
+def open_sockets() -> dict[str, int]:
+    """Return the descriptor of every socket, by the kernel's name for it: descriptors are reused, names are not."""
+    return {target: number for number, target in _descriptors() if target.startswith("socket:")}
+
+
+def shared_memory() -> set[str]:
+    """Return the names of segments that this process has open or mapped."""
+    opened = {target for _, target in _descriptors() if target.startswith(("/memfd:", "/dev/shm/"))}
+    try:
+        mapped = set(_MAPPED.findall(Path("/proc/self/maps").read_text(errors="replace")))
+    except OSError:
+        mapped = set()
+    return opened | mapped
+
+
+def named_segments() -> set[Path]:
+    """Return this user's files in /dev/shm, including those that no process has open."""
+    found = set()
+    for path in _SHARED_MEMORY.glob("*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid == os.getuid():
+                found.add(path)
+    return found
+
+
+def is_left(path: Path, ours: set[int]) -> bool:
+    """Return whether a segment exists and no process other than `ours` maps it.
+
+    Compares inode numbers, because glibc maps a new semaphore under a temporary name.
+    """
+    try:
+        mapped = re.compile(rf" {path.stat().st_ino} +{re.escape(str(_SHARED_MEMORY))}/")
+    except OSError:
+        return False
+    return not any(mapped.search(_maps_of(pid)) for pid in _all_pids() - ours)
+
+
+def describe_socket(number: int) -> str:
+    """Return the family, address and peer of a socket's descriptor."""
+    try:
+        with socket.socket(fileno=os.dup(number)) as copy:
+            return f"{copy.family.name} at {_name_of(copy.getsockname)!r}, peer {_name_of(copy.getpeername)!r}"
+    except OSError:
+        return "of unknown kind"
+
+
+def _name_of(ask: object) -> object:
+    try:
+        return ask()  # type: ignore[operator]
+    except OSError:
+        return None
+
+
+def _descriptors() -> Iterator[tuple[int, str]]:
+    for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
+        with contextlib.suppress(OSError):
+            yield int(entry), os.readlink(f"/proc/self/fd/{entry}")
+
+
+def _all_pids() -> set[int]:
+    return {int(entry) for entry in os.listdir("/proc") if entry.isdigit()}
+
+
+def _maps_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return ""
+
 
 PATIENCE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
@@ -52,9 +129,9 @@ class LeakSnapshot:
         self._ignored = (*_LIVE_AS_LONG_AS_THE_PROCESS, *ignore_threads)
         self._threads = set(threading.enumerate())
         self._processes = _processes()
-        self._sockets = open_files.open_sockets()
-        self._memory = open_files.shared_memory()
-        self._segments = open_files.named_segments()
+        self._sockets = open_sockets()
+        self._memory = shared_memory()
+        self._segments = named_segments()
         self._files = temp_dir.entries()
 
     def assert_nothing_new(self, patience_s: float) -> None:
@@ -99,16 +176,16 @@ class LeakSnapshot:
         return [f"process {pid}: {_command_of(pid)}" for pid, _ in sorted(_processes() - self._processes)]
 
     def _new_sockets(self) -> list[str]:
-        now = open_files.open_sockets()
+        now = open_sockets()
         new = [number for name, number in now.items() if name not in self._sockets]
-        return [f"socket {number}: {open_files.describe_socket(number)}" for number in new]
+        return [f"socket {number}: {describe_socket(number)}" for number in new]
 
     def _new_memory(self) -> list[str]:
-        open_here = open_files.shared_memory() - self._memory
+        open_here = shared_memory() - self._memory
         found = [f"shared memory: {name}" for name in sorted(open_here)]
         ours = {os.getpid(), *(pid for pid, _ in _processes())}
-        for path in sorted(open_files.named_segments() - self._segments):
-            if str(path) not in open_here and open_files.is_left(path, ours):
+        for path in sorted(named_segments() - self._segments):
+            if str(path) not in open_here and is_left(path, ours):
                 found.append(f"shared memory: {path}, which no process uses")
         return found
 

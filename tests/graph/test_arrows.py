@@ -2,7 +2,7 @@
 
 import lp_pipe as lp
 from lp_pipe.graph import GraphView
-from lp_pipe.graph.arrows import ArrowEnd, arrows_of
+from lp_pipe.graph.scene import ArrowEnd, arrows_of
 
 
 class Server:

@@ -1,6 +1,12 @@
 """Layers and order of a layered drawing."""
 
-from lp_pipe.graph.layering import DummyVertex, break_cycles, fewest_crossings, longest_path_layers, with_dummy_vertices
+from lp_pipe.graph.box_layout import (
+    DummyVertex,
+    break_cycles,
+    fewest_crossings,
+    longest_path_layers,
+    with_dummy_vertices,
+)
 
 
 def test_servers_lie_below_all_their_users() -> None:

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import lp_pipe.pipeline as pp
 from lp_pipe.errors import PipelineError
-from lp_pipe.measuring.busy import others_busy
 from lp_pipe.measuring.layer_rounds import Work
+from lp_pipe.measuring.profiling import others_busy
 from tests.cli.commands import is_alive
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -1,6 +1,6 @@
 import torch
 
-from lp_pipe.measuring.layer_memory import PeakMeter
+from lp_pipe.measuring.layer_rounds import PeakMeter
 
 
 def test_what_is_made_counts_while_it_lives() -> None:

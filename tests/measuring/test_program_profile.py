@@ -7,7 +7,7 @@ from torch import nn
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.measuring import profiling
-from lp_pipe.measuring.program_profile import profile_program
+from lp_pipe.measuring.profiling import profile_program
 from tests.pipeline.plain_loop import sgd, squared_error
 
 

@@ -1,4 +1,4 @@
-"""lp_pipe/programs/checked_task.py"""
+"""Results of a training task that have the wrong type or shape are refused."""
 
 from typing import Any
 
@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.programs.checked_task import CheckedTask
-from lp_pipe.programs.parameter_server import parameter_server
+from lp_pipe.programs.parameter_server import CheckedTask, parameter_server
 from tests.programs.conftest import WITHIN_S
 
 

@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.programs.cart_pole import CartPole
 from lp_pipe.programs.evolution import Evolution, Settings, Vector, centered_ranks
-from lp_pipe.programs.evolution_strategies import Behind, EvolutionResult, EvolutionWorker, evolution_strategies
+from lp_pipe.programs.evolution_strategies import (
+    Behind,
+    CartPole,
+    EvolutionResult,
+    EvolutionWorker,
+    evolution_strategies,
+)
 from lp_pipe.rpc import codec
 from tests.programs.conftest import WITHIN_S, Delivered, Once, kill_this_process, stop_when
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lp_pipe.telemetry.crashes import crash_traceback
+from lp_pipe.telemetry.tracebacks import crash_traceback
 
 KILLED = "the process was killed by SIGSEGV"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.testing import assert_no_leaks, open_files
+from lp_pipe.testing import assert_no_leaks, leaks
 
 BRIEFLY_S = 0.1
 
@@ -136,19 +136,19 @@ def test_shared_memory_is_found_while_it_is_open(later: ExitStack) -> None:
 
 
 def test_shared_memory_is_found_when_only_its_name_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_files, "_SHARED_MEMORY", tmp_path)  # in /dev/shm others would find it, too
+    monkeypatch.setattr(leaks, "_SHARED_MEMORY", tmp_path)  # in /dev/shm others would find it, too
     assert f"shared memory: {tmp_path}/left, which no process uses" in leak((tmp_path / "left").touch)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
 def test_a_semaphore_is_not_left_while_a_process_uses_it() -> None:
     """Regression: a pool's semaphore of a program beside a test counted as that test's leak."""
-    before = open_files.named_segments()
+    before = leaks.named_segments()
     semaphore = multiprocessing.get_context("spawn").Semaphore()
     name = Path(f"/dev/shm/sem.{semaphore._semlock.name.lstrip('/')}")  # type: ignore[attr-defined]
-    assert name in open_files.named_segments() - before
-    assert not open_files.is_left(name, ours=set())
-    assert open_files.is_left(name, ours={os.getpid()})
+    assert name in leaks.named_segments() - before
+    assert not leaks.is_left(name, ours=set())
+    assert leaks.is_left(name, ours={os.getpid()})
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd")

@@ -15,12 +15,14 @@ import numpy as np
 
 from lp_pipe.pipeline.partitioning.bounded_search import BoundedPlan, fastest_found, lower_bound
 from lp_pipe.pipeline.partitioning.cost import CostModel, Memory, Waiting
-from lp_pipe.pipeline.partitioning.counted_speeds import CountedSpeeds, StageOnDevices, can_count
 from lp_pipe.pipeline.partitioning.device_orders import (
     Allocation,
     Allocations,
+    CountedSpeeds,
+    StageOnDevices,
     allocations_in_any_order,
     allocations_in_given_order,
+    can_count,
     devices_in_any_order,
     devices_in_given_order,
     kinds_searched,

@@ -15,8 +15,7 @@ from lp_pipe.pipeline.partitioning.cost import (
     Memory,
     checked_model,
 )
-from lp_pipe.pipeline.partitioning.cut_sampling import evenly, near
-from lp_pipe.pipeline.partitioning.equal_speeds import EqualSpeeds
+from lp_pipe.pipeline.partitioning.equal_speeds import EqualSpeeds, evenly, near
 from lp_pipe.pipeline.partitioning.fields import checked_count, checked_number
 from lp_pipe.pipeline.partitioning.min_memory import min_memory, nested_min_memory
 from lp_pipe.pipeline.partitioning.mixed_speeds import ORDERS, MixedSpeeds

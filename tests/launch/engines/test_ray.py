@@ -10,8 +10,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.launch.engines import RayEngine
-from lp_pipe.launch.engines.ray import distinct, import_ray, wanted
-from lp_pipe.launch.engines.ray_agent import AgentActor, RayAgent, first_words
+from lp_pipe.launch.engines.ray import AgentActor, RayAgent, distinct, first_words, import_ray, wanted
 
 BIG, SMALL = {"CPU": 16.0, "GPU": 4.0}, {"CPU": 8.0}
 

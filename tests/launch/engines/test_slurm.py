@@ -4,8 +4,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.launch.engines import HostOffer, SlurmEngine, StartedAgent
-from lp_pipe.launch.engines.slurm import SlurmTask, features, offers
-from lp_pipe.launch.engines.slurm_job import JobState, read_state, sbatch_arguments, script
+from lp_pipe.launch.engines.slurm import JobState, SlurmTask, features, offers, read_state, sbatch_arguments, script
 
 
 def test_hosts_offer_what_the_allocation_has_of_them() -> None:

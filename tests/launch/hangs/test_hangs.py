@@ -18,7 +18,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.channels import ChannelHub, open_sender
-from lp_pipe.telemetry.standstill import find_standstill
+from lp_pipe.telemetry.waits import find_standstill
 from tests.waiting import until
 
 LIMIT_S = 0.3

@@ -1,7 +1,7 @@
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.partitioning.bounded_search import fastest_found, lower_bound
 from lp_pipe.pipeline.partitioning.cost import COST_MODELS, CostModel
-from lp_pipe.pipeline.partitioning.counted_speeds import CountedSpeeds
+from lp_pipe.pipeline.partitioning.device_orders import CountedSpeeds
 from lp_pipe.pipeline.partitioning.mixed_speeds import MixedSpeeds
 from lp_pipe.pipeline.partitioning.nested_levels import NestedLevels
 from lp_pipe.pipeline.partitioning.states import states_of

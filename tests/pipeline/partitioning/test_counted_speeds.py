@@ -5,7 +5,7 @@ import pytest
 
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, COST_MODELS, SCHEDULES, CostModel, Memory
-from lp_pipe.pipeline.partitioning.counted_speeds import CountedSpeeds, StageOnDevices
+from lp_pipe.pipeline.partitioning.device_orders import CountedSpeeds, StageOnDevices
 from lp_pipe.pipeline.partitioning.dynamic_program import NestedStage
 from lp_pipe.pipeline.partitioning.states import states_of
 from lp_pipe.pipeline.partitioning.timed_stages import recomputed

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 import lp_pipe.pipeline as pp
 from lp_pipe.pipeline.partitioning.cost import ASYNCHRONOUS, SCHEDULES, CostModel, Memory
 from lp_pipe.pipeline.partitioning.dynamic_program import DynamicProgram
+from lp_pipe.pipeline.partitioning.equal_speeds import min_time
 from lp_pipe.pipeline.partitioning.min_memory import min_memory
-from lp_pipe.pipeline.partitioning.min_time import min_time
 from lp_pipe.pipeline.partitioning.states import states_of
 from tests.pipeline.partitioning.brute_force import best, fullest
 from tests.seeds import random_numbers

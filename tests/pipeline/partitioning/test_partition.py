@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lp_pipe.pipeline as pp
-from lp_pipe.pipeline.partitioning import cut_sampling
+from lp_pipe.pipeline.partitioning import equal_speeds
 from lp_pipe.pipeline.partitioning.cost import Memory
 from tests.pipeline.partitioning.brute_force import best, fullest, held
 from tests.seeds import random_numbers
@@ -211,7 +211,7 @@ def test_where_not_all_cuts_can_be_tried_a_plan_that_fits_is_found_if_there_is_o
     sizes = [1.0] * 40 + [100.0, 100.0] + [1.0] * 40
     profile = pp.Profile(tuple(pp.LayerProfile(f"l{i}", 1.0, 2.0, 0.0, size) for i, size in enumerate(sizes)))
     topology = pp.Topology([pp.Level("x", count, 1e9) for count in counts], memory=3 * 150)
-    monkeypatch.setattr(cut_sampling, "MOST_WORK", 2e5)
+    monkeypatch.setattr(equal_speeds, "MOST_WORK", 2e5)
     plan = pp.partition(profile, topology)
     assert [name for stage in plan.stages for name in stage.layers] == [layer.name for layer in profile.layers]
     assert fullest(plan, profile, "1f1b", 2.0, 8) <= 3 * 150

@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 
 from lp_pipe.pipeline.schedule import Schedule, make_schedule, simulate, verify
+from lp_pipe.pipeline.schedule.auto import improve, join_backwards
 from lp_pipe.pipeline.schedule.costs import Costs
 from lp_pipe.pipeline.schedule.greedy import Policy, list_schedule
-from lp_pipe.pipeline.schedule.local_search import improve, join_backwards
 from lp_pipe.pipeline.schedule.orders import (
     FORWARD,
     INPUTS,
