@@ -29,8 +29,19 @@ class GradientNorm(NamedTuple):
 def norms_of(gradients: Iterable[Tensor]) -> list[GradientNorm]:
     """Return the norm of each gradient, in the order given."""
     gradients = list(gradients)
-    found = norms_of_each(gradients) if gradients else ()
-    return [GradientNorm(norm.cpu(), gradient.dtype) for norm, gradient in zip(found, gradients, strict=True)]
+    found = on_host(norms_of_each(gradients)) if gradients else ()
+    return [GradientNorm(norm, gradient.dtype) for norm, gradient in zip(found, gradients, strict=True)]
+
+
+def on_host(numbers: Sequence[Tensor]) -> list[Tensor]:
+    """Return the 0-dimensional tensors in the host's memory; each device is waited for once per dtype."""
+    copies: dict[int, Tensor] = {}
+    kinds = {(number.device, number.dtype) for number in numbers if not number.is_cpu}
+    for kind in kinds:
+        places = [place for place, number in enumerate(numbers) if (number.device, number.dtype) == kind]
+        together = torch.stack([numbers[place] for place in places]).cpu()
+        copies |= {place: number.clone() for place, number in zip(places, together.unbind(), strict=True)}
+    return [copies.get(place, number) for place, number in enumerate(numbers)]
 
 
 def total_norm(norms: Sequence[GradientNorm], device: torch.device) -> Tensor | None:

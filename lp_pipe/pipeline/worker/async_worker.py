@@ -231,6 +231,7 @@ class AsyncWorker(Lookahead):
                 self._run_action(turn, operation, first)
         with noting(where):
             self._training.step_scheduler()
+        operation.report_losses()
         return operation.report
 
     def _operation_ahead(self, task: StepTask | None, operation: Operation, microbatches: int) -> Operation:

@@ -50,6 +50,13 @@ class Operation:
     first_number: int = 0
     wanted: Wanted = NOTHING_MORE
     losses: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # and the gradients they begin with
+    unreported: list[tuple[Tensor, float]] = field(default_factory=list)  # losses, with their weights
+
+    def report_losses(self) -> None:
+        """Add the losses to the report. This waits for the device, once for all micro-batches."""
+        for loss, weight in self.unreported:
+            self.report.loss += loss.item() * weight
+        self.unreported.clear()
 
     def draws(self, microbatch: int) -> tuple[int, int]:
         """Return the step and micro-batch for `step_rng`; all micro-batches of an evaluation draw the same numbers."""
@@ -276,7 +283,7 @@ class Execution:
             raise PipelineError(f"the loss function's metrics must be a dict of numbers, not {type(metrics).__name__}")
         weight = operation.weights[microbatch]
         report = operation.report
-        report.loss += loss.item() * weight
+        operation.unreported.append((loss.detach().clone(), weight))
         if metrics:
             add_metrics(report.metrics, metrics, weight)
         if operation.gradient_weights is not None:

@@ -115,7 +115,9 @@ def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
     present = [part for part in parts if part is not None]
     if not present:
         return None
-    total = present[0].clone()
-    for part in present[1:]:
+    if len(present) == 1:
+        return present[0].clone()
+    total = present[0] + present[1]
+    for part in present[2:]:
         total += part
     return total

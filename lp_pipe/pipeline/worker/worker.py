@@ -209,6 +209,7 @@ class StageWorker(CommandService):
             hooked(self._execution.inference, hooks) as doing,
         ):
             self._execution.run(self._part_of(schedule), operation, doing)
+        operation.report_losses()
         return operation.report
 
     def apply(self, command: Apply) -> None:
@@ -301,6 +302,7 @@ class StageWorker(CommandService):
         with current(self.device), hooked(self._execution.training, hooks) as doing:
             self._execution.run(self._part_of(schedule), operation, doing)
         self._writes.end(trains=True)
+        operation.report_losses()
         return operation
 
     def _discard(self, tag: int) -> None:
