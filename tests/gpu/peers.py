@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,12 +47,14 @@ _numbers = itertools.count()
 class Peer:
     """A process that sends back what it gets, with the devices of its tensors, or computes for long ("compute")."""
 
-    def __init__(self, kind: str, directory: str, device: str = DEVICE) -> None:
+    def __init__(
+        self, kind: str, directory: str, device: str = DEVICE, env: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         number = next(_numbers)
         self.hub = ChannelHub(f"unix:{directory}/{number}-0", "stages/0")
         self.receiver = self.hub.receiver("back", credits=CREDITS, device=torch.device(DEVICE))
         command = [sys.executable, "-c", _ANSWER, f"unix:{directory}/{number}-1", self.hub.endpoint, kind, device]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **env})
         on_gpu = torch.device(DEVICE)
         self.sender = open_sender(self.line(), "there", kind=kind, name="stages/0", peer="stages/1", device=on_gpu)
 

@@ -1,6 +1,10 @@
 """The contract of channels, for tensors of one GPU in two processes: NCCL, CUDA IPC. `make gpu-check` runs this."""
 
+import contextlib
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -204,3 +208,78 @@ def test_a_killed_receiver_ends_a_blocked_send(kind: str, directory: str) -> Non
         with pytest.raises(ChannelClosed, match="stages/1"):
             blocked.result(PROMPT_S)
     torch.cuda.synchronize()  # what nobody will receive is not stuck on the GPU either
+
+
+def test_a_killed_receivers_memory_is_the_senders_again(kind: str, directory: str) -> None:
+    """torch counts the uses of memory that it has shared, and a killed process does not count down."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        with Peer(kind, directory) as peer:
+            for _ in range(CREDITS):
+                peer.sender.send(0, torch.ones(LARGE, device=DEVICE))
+                peer.answer()
+            peer.kill()
+            with pytest.raises(ChannelClosed):
+                while True:
+                    peer.sender.send(0, torch.ones(LARGE, device=DEVICE))
+    give_up_at = time.monotonic() + PROMPT_S
+    while torch.cuda.memory_allocated() > before + LARGE and time.monotonic() < give_up_at:
+        time.sleep(0.1)
+    assert torch.cuda.memory_allocated() <= before + LARGE
+
+
+def test_more_channels_than_a_gpu_has_hardware_queues(kind: str, directory: str) -> None:
+    """Prints what a channel takes of the GPU's memory in both processes (`ARGS=-s`)."""
+    count = 34
+    free, _ = torch.cuda.mem_get_info()
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(Peer(kind, directory)) for _ in range(count // 2)]  # each has two channels
+        for _ in range(2):
+            for peer in peers:
+                peer.sender.send(0, torch.ones(LARGE, device=DEVICE))
+            for peer in peers:
+                assert bool((peer.answer()[0] == 1).all())
+        used = free - torch.cuda.mem_get_info()[0]
+        print(f"{kind}: {used / count / 2**20:.1f} MiB of {DEVICE} per channel, processes' contexts included")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        {"CUDA_LAUNCH_BLOCKING": "1"},
+        {"CUDA_MODULE_LOADING": "LAZY"},
+        {"NCCL_COMM_BLOCKING": "0"},
+        {"NCCL_COMM_BLOCKING": "1"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
+    ],
+    ids=str,
+)
+def test_the_contract_holds_under_settings_of_cuda_and_nccl(kind: str, variables: dict[str, str]) -> None:
+    """In a process of its own, because they are read once."""
+    names = "shapes_may_change or overwrite_at_once or stay_on_the_gpu or killed_while or several_large"
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-x", "-k", f"({names}) and {kind}"]
+    if "PYTORCH_CUDA_ALLOC_CONF" in variables:
+        command[-1] = f"shapes_may_change and {kind}"
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpus_that_are_hidden_from_each_other_read_each_others_memory(directory: str) -> None:
+    """As with Resources(gpus=1): the receiver opens the memory of a GPU that it does not see on its own."""
+    with Peer("auto", directory, env={"CUDA_VISIBLE_DEVICES": "1"}) as peer:
+        peer.sender.send(0, torch.ones(LARGE, device=DEVICE))
+        assert bool((peer.answer()[0] == 1).all())
+        assert peer.sender.keeps_on_gpu
+
+
+def test_several_large_values_in_both_directions_do_not_wait_for_each_other(kind: str, directory: str) -> None:
+    with Peer(kind, directory) as peer:
+        for _ in range(15):
+            for number in range(CREDITS - 1):
+                peer.sender.send(0, torch.full((LARGE,), number, device=DEVICE))
+            for number in range(CREDITS - 1):
+                assert bool((peer.answer()[0] == number).all())

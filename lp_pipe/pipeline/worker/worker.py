@@ -1,6 +1,7 @@
 """A stage worker: has its stages' parameters, and runs its share of a schedule on them."""
 
 import gc
+import os
 import socket
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -89,6 +90,8 @@ class StageWorker(CommandService):
         node = context()
         self._config = pipeline
         self._worker, self._replica = pipeline.ranks.places[worker.rank]
+        if pipeline.channel == "nccl":  # loading a kernel late waits for kernels that wait for another stage
+            os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         self.device = choose_device(pipeline.devices[self._worker], worker.rank)
         self._name = node.name
         with current(self.device):
