@@ -41,6 +41,19 @@ class Connection(ABC):
             Unavailable: the connection is closed; the message holds the reason.
         """
 
+    can_send_later = False
+
+    def send_later(self, frame: Frame) -> None:
+        """Send a small frame with the next `flush` or `send`, which must follow.
+
+        Only for connections with `can_send_later`. Raises only what `send` raises for a frame over the limits.
+        """
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Send what `send_later` has left; blocks and raises as `send`."""
+        raise NotImplementedError
+
     can_begin_sending = False
 
     @property

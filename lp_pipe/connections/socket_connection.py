@@ -20,6 +20,7 @@ from lp_pipe.errors import Unavailable
 from lp_pipe.private_python import is_held_here, release_if_held_here
 
 _CLOSE_PATIENCE_S = 0.2
+_JOINED_BYTES = 1 << 12  # postponed frames are joined up to this size
 _ENDED = "the peer's process closed the connection without a reason (it ended or was killed)"
 _ENDED_INSIDE = "the peer ended inside a frame"
 _RDHUP = getattr(select, "POLLRDHUP", 0)  # without it (not on Linux), POLLHUP still shows an end of both directions
@@ -170,13 +171,23 @@ class SocketConnection(PulledConnection):
     def send(self, frame: Frame) -> None:
         self._send(frames.encode(frame))
 
+    can_send_later = True
+
+    def send_later(self, frame: Frame) -> None:
+        self._postponed.append(b"".join(frames.encode(frame)))
+
+    def flush(self) -> None:
+        if not is_held_here(self._send_lock):
+            with self._send_lock:
+                self._check_open()
+                self._send_postponed()
+
     def _send(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
         if is_held_here(self._send_lock):  # the code below this one on the stack holds it
             self._postponed.append(b"".join(pieces))
             return
         with self._send_lock:
-            if self._closed_reason is not None:
-                raise Unavailable(f"connection to {self.peer} is closed: {self._closed_reason}")
+            self._check_open()
             if self._postponed:
                 self._send_postponed()
             self._send_whole(pieces, descriptors, may_wait=may_wait)
@@ -184,9 +195,16 @@ class SocketConnection(PulledConnection):
             with self._send_lock:
                 self._send_postponed()
 
+    def _check_open(self) -> None:
+        if self._closed_reason is not None:
+            raise Unavailable(f"connection to {self.peer} is closed: {self._closed_reason}")
+
     def _send_postponed(self) -> None:
         while self._postponed:
-            self._send_whole([self._postponed.popleft()])
+            whole = self._postponed.popleft()
+            while self._postponed and len(whole) < _JOINED_BYTES:
+                whole += self._postponed.popleft()
+            self._send_whole([whole])
 
     def _send_whole(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
         """Send a frame. If an exception interrupts it, the rest is sent with the next frame."""
@@ -226,8 +244,9 @@ class SocketConnection(PulledConnection):
         if not is_held_here(self._send_lock) and self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
             try:
                 self._limit_sending(_CLOSE_PATIENCE_S)
+                self._send_postponed()
                 self._send_pieces(frames.encode(Frame(frames.CLOSE, name=reason[:1000])))
-            except OSError:
+            except (OSError, Unavailable):
                 pass  # the peer is gone already and needs no reason
             finally:
                 self._send_lock.release()

@@ -6,13 +6,16 @@ import logging
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
+from threading import get_ident
 from typing import Any
 
-from lp_pipe.connections import PulledConnection
+from lp_pipe.connections import Connection, Frame, PulledConnection
 from lp_pipe.context import current_context
+from lp_pipe.errors import Unavailable
 from lp_pipe.rpc.daemon_pool import join_at_exit
 
 _log = logging.getLogger(__name__)
@@ -20,14 +23,29 @@ _log = logging.getLogger(__name__)
 
 _PoolTask = tuple[Callable[..., Any], tuple[Any, ...]]
 
+_QUICK_S = 0.0001  # a thread keeps its turn while its tasks take less than this
+_TAKEOVER_S = 0.001  # another thread takes the turn when a task has taken longer than this
+_SLOW_IN_A_ROW = 2
+_SMALL_BYTES = 1 << 12
+_DELAY_S = 0.0003  # how long a small reply may wait for the next one
+
 
 class ReaderPool:
     """A pool of at most `size` daemon threads, started as work comes in; they belong to the node that made the pool.
 
-    Each thread waits for a task or a readable socket, whichever comes first, reads, and runs what it has read itself.
-    Only when all are busy does one more thread read on, so that credits, cancelled calls and closed connections are
-    seen.
-    Tasks must not raise.
+    One thread at a time has the turn: it reads what has arrived, and runs the tasks that come of it. It keeps the turn
+    as long as the tasks are quick, which costs no switch between threads. Another thread takes the turn from a task
+    that takes longer.
+
+        waiting ──► has the turn ──► waiting              nothing is left to do
+           │             ├─────────► runs a slow task     gives the turn up before the task, or loses it meanwhile
+           │             │              └────► waiting
+           └──► watches the turn ──► has the turn         the task has taken 1 ms
+                         └─────────► waiting              the turn is free, and there is nothing to do
+                (if another thread watches: parks until a thread is needed)
+
+    If all threads run tasks, one more thread reads on, so that credits, cancelled calls and closed connections are
+    seen. Tasks must not raise.
     """
 
     def __init__(self, size: int, name: str) -> None:
@@ -35,21 +53,32 @@ class ReaderPool:
         self._name = name
         self._node = current_context()
         self._tasks: deque[_PoolTask] = deque()
-        self._lock = threading.Lock()
+        self._sources: deque[Callable[[], None]] = deque()  # reads of connections that are ready
+        self._lock = threading.Lock()  # for starting threads and for taking the turn
         self._threads: list[threading.Thread] = []
-        self._readers: set[int] = set()  # threads that are reading, and check for tasks afterwards
-        self._idle = 0  # the number of threads that run no task: they wait, or read
+        self._turn = 0  # the ident of the thread that has the turn; 0: it is free
+        self._turn_since = 0.0  # when that thread began its task
+        self._slow_in_a_row = 0
+        self._waiters: set[int] = set()  # the threads that wait for work, of those that may run tasks
+        self._watcher = 0  # the thread that waits until it may take the turn
+        self._is_called = False  # whether a waiting thread was woken to watch
+        self._watch = threading.Lock()  # held; released to wake the watcher
+        self._watch.acquire()
+        self._parked = threading.Semaphore(0)
+        self._num_parked = 0
         self._reserve: threading.Thread | None = None
         self._reserve_is_needed = threading.Lock()
         self._alive = 0
         self._needs_more_threads = False
         self._is_closed = False
         self._waiting = _TaskWaiter(size + 1)
+        self._unsent: dict[Connection, None] = {}  # connections with replies that wait for the next one
+        self._unsent_since = 0.0
 
     def submit(self, task: Callable[..., Any], *args: Any) -> None:
         self._tasks.append((task, args))
-        if threading.get_ident() not in self._readers:
-            self._wake_idle_thread()
+        if self._turn != get_ident():
+            self._make_sure_of_watcher()
 
     def discard(self) -> list[_PoolTask]:
         """Remove and return the tasks that have not begun."""
@@ -74,6 +103,17 @@ class ReaderPool:
         """Stop reading a connection that has ended; call this before its descriptor is closed."""
         self._waiting.remove(connection.fileno())
 
+    def send(self, connection: Connection, frame: Frame) -> None:
+        """Send a reply, as `connection.send`; small ones of quick tasks that follow each other go out together."""
+        is_small = not frame.buffers and len(frame.body) <= _SMALL_BYTES
+        if not (is_small and self._tasks and connection.can_send_later and self._turn == get_ident()):
+            connection.send(frame)
+            return
+        connection.send_later(frame)
+        if not self._unsent:
+            self._unsent_since = time.monotonic()
+        self._unsent[connection] = None
+
     def close(self) -> None:
         """End every thread after its current task; tasks that are submitted from now on never run."""
         with self._lock:
@@ -82,26 +122,42 @@ class ReaderPool:
             join_at_exit(self._threads)
         if is_empty:
             self._waiting.close()
+        self._wake_all()
+
+    def _wake_all(self) -> None:
         self._release_reserve()
+        _release(self._watch)
+        self._parked.release(self._size + 1)
         self._waiting.wake()
 
-    def _wake_idle_thread(self) -> None:
-        """Make sure that an idle thread takes the next task."""
-        if self._idle:
+    def _make_sure_of_watcher(self) -> None:
+        """Make sure that another thread takes the turn if that is free, or is not given up within 1 ms."""
+        if self._watcher:
+            return
+        if not self._waiters:
+            self._add_reader()
+        elif not self._is_called:
+            self._is_called = True
             self._waiting.wake()
-        elif len(self._threads) < self._size:
-            self._add_thread()
-        # Otherwise a busy thread checks for tasks before it rests.
 
-    def _add_thread(self) -> None:
+    def _add_reader(self) -> None:
+        """Make sure that a thread waits for work."""
         with self._lock:
+            if self._num_parked:
+                self._num_parked -= 1
+                self._parked.release()
+                return
             if len(self._threads) < self._size and not self._is_closed:
-                self._idle += 1
                 thread = self._start(self._work, f"{self._name}-{len(self._threads)}")
-                if thread is None:
-                    self._idle -= 1
-                else:
+                if thread is not None:
                     self._threads.append(thread)
+                return
+            if self._reserve is None and not self._is_closed:
+                self._reserve = self._start(self._work_in_reserve, f"{self._name}-reader")
+        self._release_reserve()
+
+    def _release_reserve(self) -> None:
+        _release(self._reserve_is_needed)
 
     def _start(self, work: Callable[[], None], name: str) -> threading.Thread | None:
         """Start a thread; None when the system has no more, so that the existing threads do the work.
@@ -118,7 +174,6 @@ class ReaderPool:
         except RuntimeError as error:
             self._alive -= 1
             if not self._alive:
-                self._idle = 0
                 raise
             if not self._needs_more_threads:
                 _log.warning("%s goes on with %d of %d threads: %s", self._name, self._alive, self._size, error)
@@ -137,65 +192,122 @@ class ReaderPool:
         if is_last:
             self._waiting.close()
         else:
-            self._waiting.wake()  # the next thread ends as well
+            self._wake_all()  # the next thread ends as well
 
     def _work(self) -> None:
-        if self._tasks:
-            self._run_next()
+        """Do what there is to do, then wait for more."""
+        ident = get_ident()
+        if (self._tasks or self._sources or self._unsent) and self._may_lead(ident):
+            self._lead(ident)
+        waiters = self._waiters
+        waiters.add(ident)
+        if (self._tasks or self._sources) and not self._watcher:  # they came before this thread counted as waiting
+            waiters.discard(ident)
+            return
+        source = self._waiting.wait()
+        waiters.discard(ident)
+        if source is not None:
+            self._sources.append(source)
         else:
-            self._read_next()
+            self._is_called = False
 
-    def _run_next(self) -> None:
-        with self._lock:
-            self._idle -= 1
-            is_last = not self._idle
-        try:
-            function, args = self._tasks.popleft()
-        except IndexError:  # another thread was faster
-            pass
-        else:
-            if is_last:
-                self._keep_reading()
-            elif self._tasks:
-                self._waiting.wake()
-            function(*args)
-            del function, args  # a waiting thread must not keep the last call's tensors alive
-        with self._lock:
-            self._idle += 1
+    def _may_lead(self, ident: int) -> bool:
+        """Take the turn, or watch the thread that has it until the turn can be taken; False if that is not needed."""
+        while not self._is_closed:
+            with self._lock:
+                busy_s = time.monotonic() - self._turn_since
+                if not self._turn or busy_s >= _TAKEOVER_S:
+                    self._turn, self._turn_since = ident, time.monotonic()
+                    return True
+                if self._watcher:
+                    self._num_parked += 1
+                else:
+                    self._watcher = ident
+            if self._watcher != ident:
+                self._parked.acquire()
+                return False
+            self._watch.acquire(timeout=_TAKEOVER_S - busy_s)
+            self._watcher = 0
+            if not (self._tasks or self._sources or self._unsent):
+                return False
+        return False
+
+    def _lead(self, ident: int) -> None:
+        """Read and run as long as this thread has the turn, and there is something to do."""
+        tasks, sources = self._tasks, self._sources
+        while self._turn == ident:
+            if tasks:
+                self._run_next(ident)
+            elif sources:
+                self._read_next()
+            else:
+                if self._unsent:
+                    self._flush()
+                self._turn = 0
+                # Anything that came just before is left to this thread, since the turn was not free.
+                if (not tasks and not sources) or not self._may_lead(ident):
+                    return
 
     def _read_next(self) -> None:
-        """Wait for a task or for data from a caller; read the data."""
-        ident = threading.get_ident()
-        read = self._waiting.wait()
-        if read is not None:
-            self._readers.add(ident)
-            try:
-                read()
-            finally:
-                self._readers.discard(ident)
+        with contextlib.suppress(IndexError):  # a thread that is about to lose the turn was faster
+            self._sources.popleft()()
 
-    def _keep_reading(self) -> None:
-        """Make sure that a thread reads on when the last idle one begins a task."""
-        if len(self._threads) < self._size:
-            self._add_thread()
+    def _run_next(self, ident: int) -> None:
+        try:
+            function, args = self._tasks.popleft()
+        except IndexError:
             return
-        if self._reserve is None:
-            with self._lock:
-                if self._reserve is None and not self._is_closed:
-                    self._reserve = self._start(self._work_in_reserve, f"{self._name}-reader")
-        self._release_reserve()
+        self._turn_since = begin = time.monotonic()
+        if self._unsent and (begin - self._unsent_since > _DELAY_S or not (self._waiters or self._watcher)):
+            self._flush()
+        if self._slow_in_a_row >= _SLOW_IN_A_ROW:
+            self._give_up_turn()
+        elif self._tasks or self._sources or self._unsent:
+            self._make_sure_of_watcher()
+        elif not self._waiters and not self._watcher:
+            self._add_reader()
+        function(*args)
+        del function, args  # a waiting thread must not keep the last call's tensors alive
+        self._slow_in_a_row = self._slow_in_a_row + 1 if time.monotonic() - begin > _QUICK_S else 0
 
-    def _release_reserve(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it is released already
-            self._reserve_is_needed.release()
+    def _give_up_turn(self) -> None:
+        if self._unsent:
+            self._flush()
+        self._turn = 0
+        if self._watcher:
+            _release(self._watch)
+        elif not self._waiters:
+            self._add_reader()
+        elif self._tasks or self._sources:
+            self._make_sure_of_watcher()
+
+    def _flush(self) -> None:
+        """Send the replies that wait for more."""
+        while self._unsent:
+            with contextlib.suppress(KeyError, Unavailable):  # another thread was faster, or the caller has gone
+                self._unsent.popitem()[0].flush()
 
     def _work_in_reserve(self) -> None:
-        if not self._idle:
-            self._read_next()
+        """Read while all other threads run tasks; leave the tasks to them."""
+        if self._waiters or self._watcher or self._num_parked or self._is_closed:
+            if self._tasks or self._sources:
+                self._make_sure_of_watcher()
+            self._reserve_is_needed.acquire()
             return
-        if self._tasks:
-            self._waiting.wake()
-        self._reserve_is_needed.acquire()
+        if not self._sources:
+            source = self._waiting.wait()
+            if source is None:
+                self._is_called = False
+            else:
+                self._sources.append(source)
+        self._flush()
+        while self._sources:
+            self._read_next()
+
+
+def _release(lock: threading.Lock) -> None:
+    with contextlib.suppress(RuntimeError):  # it is released already
+        lock.release()
 
 
 class _ReadySource:

@@ -14,17 +14,26 @@ class Responder:
     """Sends a result, an error or a stream, then calls `on_end`. A caller that has gone is not an error.
 
     server: the node, for messages ("server/0").
+    send: sends a frame on the connection.
     before_result: called before a result is sent, because the caller's next call may follow at once.
     """
 
-    __slots__ = ("_on_end", "_server", "before_result", "connection", "id", "method")
+    __slots__ = ("_on_end", "_send_frame", "_server", "before_result", "connection", "id", "method")
 
-    def __init__(self, connection: Connection, call: Frame, server: str, on_end: Callable[["Responder"], None]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        call: Frame,
+        server: str,
+        on_end: Callable[["Responder"], None],
+        send: Callable[[Connection, Frame], None],
+    ) -> None:
         self.connection = connection
         self.id = call.id
         self.method = call.name
         self._server = server
         self._on_end = on_end
+        self._send_frame = send
         self.before_result: Callable[[], None] | None = None
 
     def result(self, value: Any) -> None:
@@ -90,7 +99,7 @@ class Responder:
     def _send(self, frame: Frame) -> bool:
         """Send the frame; False when it was too large and an error was sent in its place."""
         try:
-            self.connection.send(frame)
+            self._send_frame(self.connection, frame)
         except Unavailable:  # the caller has gone
             return True
         except frames.FrameError as error:  # without an answer the caller would wait for ever

@@ -71,6 +71,7 @@ class Server:
         self._pool: ReaderPool | DaemonPool | CallerQueue = (
             self._reader_pool or caller_queue or DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
         )
+        self._send = self._reader_pool.send if self._reader_pool is not None else _send
         self._loop: LoopThread | None = None
         self._is_quick: dict[str, bool] = {}
         # For every connection, the calls that its client can still cancel or give credits to, by id.
@@ -189,7 +190,7 @@ class Server:
         with self._idle:
             self._active += 1
             self.calls += 1
-        responder = Responder(connection, frame, self._name, self._on_end)
+        responder = Responder(connection, frame, self._name, self._on_end, self._send)
         if self._has_lost_state:  # the call is one of _RESTORING
             responder.before_result = self._regain_state
             if frame.name == served_methods.START_WITHOUT_STATE:
@@ -280,3 +281,7 @@ class Server:
     def _send_own_error(self, connection: Connection, frame: Frame, origin: Any, text: str) -> None:
         with contextlib.suppress(Unavailable):  # the caller has gone
             connection.send(Frame(frames.ERROR, frame.id, body=remote_error.own(origin, text)))
+
+
+def _send(connection: Connection, frame: Frame) -> None:
+    connection.send(frame)

@@ -1,13 +1,16 @@
-"""A server's threads notice the ends of connections, however late they come to look."""
+"""A server's threads notice the ends of connections, however late they look, and no blocked one holds up others."""
 
 import queue
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
+from lp_pipe import connections
 from lp_pipe.connections import Frame, frames, kernel_calls
 from lp_pipe.connections.unix import UnixConnection
+from lp_pipe.rpc import Server, codec
 from lp_pipe.rpc.reader_pool import ReaderPool
 
 pytestmark = pytest.mark.skipif(not kernel_calls.has_epoll(), reason="no epoll on this system")
@@ -95,3 +98,32 @@ def allow_only(monkeypatch: pytest.MonkeyPatch, names: set[str]) -> None:
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
+
+
+@pytest.mark.parametrize("size", [1, 2, 16])
+def test_a_handler_that_blocks_holds_up_no_other_call_that_came_with_it(
+    size: int, socket_home: Path, no_leaks: None
+) -> None:
+    may_go_on = threading.Event()
+
+    class Target:
+        def name(self) -> str:
+            return threading.current_thread().name
+
+        def block(self) -> None:
+            assert may_go_on.wait(_WITHIN_S)
+
+    server = Server(Target(), f"unix:{socket_home}/server", thread_pool_size=size)
+    replies: queue.Queue[int] = queue.Queue()
+    connection = connections.connect(server.endpoint)
+    connection.start(lambda frame: replies.put(frame.id), lambda reason: None)
+    body = codec.encode(((), {})).body
+    for number, method in enumerate(["name", "name", "block", "name"] if size > 1 else ["name", "name", "block"]):
+        connection.send_later(Frame(frames.CALL, number, method, body))
+    connection.flush()
+    before = {replies.get(timeout=_WITHIN_S) for _ in range(3 if size > 1 else 2)}
+    assert before == ({0, 1, 3} if size > 1 else {0, 1})
+    may_go_on.set()
+    assert replies.get(timeout=_WITHIN_S) == 2
+    connection.close()
+    server.close()
