@@ -59,6 +59,7 @@ class ReaderPool:
         self._turn = 0  # the ident of the thread that has the turn; 0: it is free
         self._turn_since = 0.0  # when that thread began its task
         self._slow_in_a_row = 0
+        self._readers: set[int] = set()  # threads that read
         self._waiters: set[int] = set()  # the threads that wait for work, of those that may run tasks
         self._watcher = 0  # the thread that waits until it may take the turn
         self._is_called = False  # whether a waiting thread was woken to watch
@@ -77,8 +78,18 @@ class ReaderPool:
 
     def submit(self, task: Callable[..., Any], *args: Any) -> None:
         self._tasks.append((task, args))
-        if self._turn != get_ident():
-            self._make_sure_of_watcher()
+        ident = get_ident()
+        if ident in self._readers:
+            return  # it checks for tasks afterwards
+        if self._turn == ident:
+            self._turn = 0  # a handler that calls its own server will wait
+        if self._watcher:
+            if not self._turn:
+                _release(self._watch)
+        elif self._waiters:  # whether or not one is called: this code may have interrupted the call
+            self._waiting.wake()
+        else:
+            self._add_reader()
 
     def discard(self) -> list[_PoolTask]:
         """Remove and return the tasks that have not begun."""
@@ -237,9 +248,9 @@ class ReaderPool:
         tasks, sources = self._tasks, self._sources
         while self._turn == ident:
             if tasks:
-                self._run_next(ident)
+                self._run_next()
             elif sources:
-                self._read_next()
+                self._read_next(ident)
             else:
                 if self._unsent:
                     self._flush()
@@ -248,11 +259,15 @@ class ReaderPool:
                 if (not tasks and not sources) or not self._may_lead(ident):
                     return
 
-    def _read_next(self) -> None:
-        with contextlib.suppress(IndexError):  # a thread that is about to lose the turn was faster
-            self._sources.popleft()()
+    def _read_next(self, ident: int) -> None:
+        self._readers.add(ident)
+        try:
+            with contextlib.suppress(IndexError):  # a thread that is about to lose the turn was faster
+                self._sources.popleft()()
+        finally:
+            self._readers.discard(ident)
 
-    def _run_next(self, ident: int) -> None:
+    def _run_next(self) -> None:
         try:
             function, args = self._tasks.popleft()
         except IndexError:
@@ -294,6 +309,7 @@ class ReaderPool:
                 self._make_sure_of_watcher()
             self._reserve_is_needed.acquire()
             return
+        ident = get_ident()
         if not self._sources:
             source = self._waiting.wait()
             if source is None:
@@ -302,7 +318,7 @@ class ReaderPool:
                 self._sources.append(source)
         self._flush()
         while self._sources:
-            self._read_next()
+            self._read_next(ident)
 
 
 def _release(lock: threading.Lock) -> None:

@@ -10,7 +10,7 @@ import pytest
 from lp_pipe import connections
 from lp_pipe.connections import Frame, frames, kernel_calls
 from lp_pipe.connections.unix import UnixConnection
-from lp_pipe.rpc import Server, codec
+from lp_pipe.rpc import CourierClient, Server, codec
 from lp_pipe.rpc.reader_pool import ReaderPool
 
 pytestmark = pytest.mark.skipif(not kernel_calls.has_epoll(), reason="no epoll on this system")
@@ -126,4 +126,15 @@ def test_a_handler_that_blocks_holds_up_no_other_call_that_came_with_it(
     may_go_on.set()
     assert replies.get(timeout=_WITHIN_S) == 2
     connection.close()
+    server.close()
+
+
+def test_a_handler_may_call_its_own_server(socket_home: Path, no_leaks: None) -> None:
+    class Target:
+        def down(self, steps: int) -> int:
+            return 1 + client.down(steps - 1) if steps else 0
+
+    server = Server(Target(), f"inproc:{socket_home}/server", thread_pool_size=4)
+    client = CourierClient(server.endpoint, call_timeout=_WITHIN_S)
+    assert client.down(3) == 3
     server.close()
