@@ -17,7 +17,7 @@ from lp_pipe.connections.frames import Frame, FrameError, Piece
 from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.errors import Unavailable
-from lp_pipe.private_python import is_held_here, release_if_held_here
+from lp_pipe.private_python import holder_check, release_if_held_here
 
 _CLOSE_PATIENCE_S = 0.2
 _JOINED_BYTES = 1 << 12  # postponed frames are joined up to this size
@@ -45,6 +45,7 @@ class SocketConnection(PulledConnection):
         self._interruption_lock = threading.RLock()
         self._on_frame: OnFrame | None = None
         self._send_lock = threading.RLock()
+        self.is_sending_here = holder_check(self._send_lock)  # type: ignore[method-assign]  # faster
         self._sent: list[int] = []  # bytes of the current frame; changed with the lock held
         # What is sent first when the lock is free again: the rest of an interrupted frame, and frames of the code that
         # interrupted it.
@@ -140,9 +141,6 @@ class SocketConnection(PulledConnection):
         if self._is_over:
             self._dispose()
 
-    def is_sending_here(self) -> bool:
-        return is_held_here(self._send_lock)
-
     def recover(self) -> None:
         super().recover()
         release_if_held_here(self._interruption_lock)
@@ -177,17 +175,19 @@ class SocketConnection(PulledConnection):
         self._postponed.append(b"".join(frames.encode(frame)))
 
     def flush(self) -> None:
-        if not is_held_here(self._send_lock):
+        if not self.is_sending_here():
             with self._send_lock:
-                self._check_open()
+                if self._closed_reason is not None:
+                    raise self._unavailable()
                 self._send_postponed()
 
     def _send(self, pieces: list[Piece], descriptors: Sequence[int] = (), *, may_wait: bool = True) -> None:
-        if is_held_here(self._send_lock):  # the code below this one on the stack holds it
+        if self.is_sending_here():  # the code below this one on the stack holds it
             self._postponed.append(b"".join(pieces))
             return
         with self._send_lock:
-            self._check_open()
+            if self._closed_reason is not None:
+                raise self._unavailable()
             if self._postponed:
                 self._send_postponed()
             self._send_whole(pieces, descriptors, may_wait=may_wait)
@@ -195,9 +195,8 @@ class SocketConnection(PulledConnection):
             with self._send_lock:
                 self._send_postponed()
 
-    def _check_open(self) -> None:
-        if self._closed_reason is not None:
-            raise Unavailable(f"connection to {self.peer} is closed: {self._closed_reason}")
+    def _unavailable(self) -> Unavailable:
+        return Unavailable(f"connection to {self.peer} is closed: {self._closed_reason}")
 
     def _send_postponed(self) -> None:
         while self._postponed:
@@ -241,7 +240,7 @@ class SocketConnection(PulledConnection):
     def _send_close(self, reason: str) -> None:
         """Send the last frame, which says why there will be no more."""
         # A sender that is stuck because the peer does not read must not prevent the close.
-        if not is_held_here(self._send_lock) and self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
+        if not self.is_sending_here() and self._send_lock.acquire(timeout=_CLOSE_PATIENCE_S):
             try:
                 self._limit_sending(_CLOSE_PATIENCE_S)
                 self._send_postponed()
@@ -273,6 +272,8 @@ class SocketConnection(PulledConnection):
                 if frame.kind == frames.CLOSE:
                     return self._end(frame.name)
                 self._deliver(frame, self._on_frame)
+                if not self._reader.has_more:
+                    break
         except (BlockingIOError, TimeoutError) as error:
             if error.errno == errno.ETIMEDOUT:  # the kernel's timeout
                 return self._end(f"connection lost: {error}")

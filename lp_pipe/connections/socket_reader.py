@@ -36,6 +36,7 @@ class SocketReader:
         self._missing: deque[memoryview] = deque()  # its memory that is not filled yet
         self._is_importing = False
         self.is_drained = False
+        self.has_more = False  # whether a part of the next frame was read together with the last one
 
     @property
     def is_inside_frame(self) -> bool:
@@ -87,6 +88,7 @@ class SocketReader:
         if self._missing:
             return None
         frame, self._frame = self._frame, None
+        self.has_more = self._end > self._start
         if self._references and frame is not None:
             if self._importer is None:
                 raise FrameError("a frame refers to shared memory, which another host cannot map")

@@ -61,7 +61,7 @@ class UnixConnection(SocketConnection):
 
     def _may_export(self) -> bool:
         """Return whether the calling code has not interrupted code that sends or exports."""
-        return not is_held_here(self._send_lock) and not is_held_here(self._export_lock)
+        return not self.is_sending_here() and not is_held_here(self._export_lock)
 
     def recover(self) -> None:
         super().recover()

@@ -33,15 +33,15 @@ _DELAY_S = 0.0003  # how long a small reply may wait for the next one
 class ReaderPool:
     """A pool of at most `size` daemon threads, started as work comes in; they belong to the node that made the pool.
 
-    One thread at a time has the turn: it reads what has arrived, and runs the tasks that come of it. It keeps the turn
-    as long as the tasks are quick, which costs no switch between threads. Another thread takes the turn from a task
-    that takes longer.
+    One thread at a time has the turn: it reads what has arrived, and runs the tasks that come of it. If several came
+    together and they are quick, it keeps the turn for all of them, which costs no switch between threads. Another
+    thread takes the turn from a task that takes longer. With a single task, or slow ones, the turn is given up first.
 
         waiting ──► has the turn ──► waiting              nothing is left to do
-           │             ├─────────► runs a slow task     gives the turn up before the task, or loses it meanwhile
-           │             │              └────► waiting
-           └──► watches the turn ──► has the turn         the task has taken 1 ms
-                         └─────────► waiting              the turn is free, and there is nothing to do
+           │             └─────────► runs a task          gives the turn up before the task, or loses it meanwhile
+           │                            └────► waiting
+           └──► watches the turn ──► has the turn         the turn is free, or the task has taken 1 ms
+                         └─────────► waiting              nothing is left to do
                 (if another thread watches: parks until a thread is needed)
 
     If all threads run tasks, one more thread reads on, so that credits, cancelled calls and closed connections are
@@ -116,8 +116,10 @@ class ReaderPool:
 
     def send(self, connection: Connection, frame: Frame) -> None:
         """Send a reply, as `connection.send`; small ones of quick tasks that follow each other go out together."""
-        is_small = not frame.buffers and len(frame.body) <= _SMALL_BYTES
-        if not (is_small and self._tasks and connection.can_send_later and self._turn == get_ident()):
+        if not (self._tasks and self._turn == get_ident() and connection.can_send_later):
+            connection.send(frame)
+            return
+        if frame.buffers or len(frame.body) > _SMALL_BYTES:
             connection.send(frame)
             return
         connection.send_later(frame)
@@ -260,10 +262,13 @@ class ReaderPool:
                     return
 
     def _read_next(self, ident: int) -> None:
+        try:
+            read = self._sources.popleft()
+        except IndexError:  # a thread that is about to lose the turn was faster
+            return
         self._readers.add(ident)
         try:
-            with contextlib.suppress(IndexError):  # a thread that is about to lose the turn was faster
-                self._sources.popleft()()
+            read()
         finally:
             self._readers.discard(ident)
 
@@ -275,12 +280,10 @@ class ReaderPool:
         self._turn_since = begin = time.monotonic()
         if self._unsent and (begin - self._unsent_since > _DELAY_S or not (self._waiters or self._watcher)):
             self._flush()
-        if self._slow_in_a_row >= _SLOW_IN_A_ROW:
-            self._give_up_turn()
-        elif self._tasks or self._sources or self._unsent:
+        if self._slow_in_a_row < _SLOW_IN_A_ROW and (self._tasks or self._sources or self._unsent):
             self._make_sure_of_watcher()
-        elif not self._waiters and not self._watcher:
-            self._add_reader()
+        else:
+            self._give_up_turn()
         function(*args)
         del function, args  # a waiting thread must not keep the last call's tensors alive
         self._slow_in_a_row = self._slow_in_a_row + 1 if time.monotonic() - begin > _QUICK_S else 0
@@ -289,11 +292,10 @@ class ReaderPool:
         if self._unsent:
             self._flush()
         self._turn = 0
-        if self._watcher:
+        is_work_left = bool(self._tasks or self._sources)
+        if self._watcher and (is_work_left or not self._waiters):
             _release(self._watch)
-        elif not self._waiters:
-            self._add_reader()
-        elif self._tasks or self._sources:
+        elif is_work_left or not self._waiters:
             self._make_sure_of_watcher()
 
     def _flush(self) -> None:

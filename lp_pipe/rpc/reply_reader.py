@@ -51,9 +51,16 @@ class ReplyReader:
 
     def read_available(self) -> bool:
         """Read what is there, without waiting, if no thread is reading; False when the peer has closed."""
-        if not self._pending and self._connection.read_alone(0):
-            self._wake_next()
-            return self._connection.closed_reason is None
+        connection = self._connection
+        if not self._pending and connection.try_reading():
+            try:
+                if connection.is_ready():
+                    connection.read()
+            finally:
+                connection.done_reading()
+            if self._pending:
+                self._wake_next()
+            return connection.closed_reason is None
         # The reading thread may not have come to the end yet: a call sent now would be lost, though a new server is up.
         return not self._connection.has_peer_closed()
 

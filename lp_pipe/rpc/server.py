@@ -76,8 +76,9 @@ class Server:
         self._is_quick: dict[str, bool] = {}
         # For every connection, the calls that its client can still cancel or give credits to, by id.
         self._connections: dict[Connection, dict[int, InProgress]] = {}
-        self._active = 0
+        self._in_progress: set[Responder] = set()
         self._idle = threading.Condition()
+        self._count = threading.Lock()
         self._is_closing = self._is_closed = False
         self.calls = 0
         self._wait_target = waits.Target(endpoint, peer=self._name)
@@ -123,14 +124,14 @@ class Server:
 
     def _describe_pool(self) -> waits.PoolStatus:
         quick = tuple(name for name, is_quick in list(self._is_quick.items()) if is_quick)
-        return waits.PoolStatus(self.endpoint, self._thread_pool_size, self._active, quick)
+        return waits.PoolStatus(self.endpoint, self._thread_pool_size, len(self._in_progress), quick)
 
     def _wait_until_idle(self, deadline: float) -> None:
         if self._caller_queue is not None:
-            self._caller_queue.run_while(lambda: self._active > 0, deadline)
+            self._caller_queue.run_while(lambda: bool(self._in_progress), deadline)
             return
         with self._idle:
-            self._idle.wait_for(lambda: self._active == 0, max(0.0, deadline - time.monotonic()))
+            self._idle.wait_for(lambda: not self._in_progress, max(0.0, deadline - time.monotonic()))
 
     def _accept(self, connection: Connection) -> None:
         self._connections[connection] = {}
@@ -187,10 +188,10 @@ class Server:
         return self._is_quick[name]
 
     def _handle(self, connection: Connection, frame: Frame) -> None:
-        with self._idle:
-            self._active += 1
-            self.calls += 1
         responder = Responder(connection, frame, self._name, self._on_end, self._send)
+        self._in_progress.add(responder)
+        with self._count:
+            self.calls += 1
         if self._has_lost_state:  # the call is one of _RESTORING
             responder.before_result = self._regain_state
             if frame.name == served_methods.START_WITHOUT_STATE:
@@ -259,9 +260,9 @@ class Server:
         calls = self._connections.get(responder.connection)
         if calls:
             calls.pop(responder.id, None)
-        with self._idle:
-            self._active -= 1
-            if self._is_closing:
+        self._in_progress.discard(responder)
+        if self._is_closing:
+            with self._idle:
                 self._idle.notify_all()
 
     def _regain_state(self) -> None:
