@@ -1,6 +1,7 @@
 """`lp_pipe experiment`: create, show, pause, resume, fork and export searches over trials."""
 
 import argparse
+import ast
 import contextlib
 import csv
 import json
@@ -18,6 +19,7 @@ from lp_pipe import search
 from lp_pipe.cli.errors import DONE, NotAnswered, UsageError, nearest
 from lp_pipe.cli.table import table
 from lp_pipe.errors import Unavailable
+from lp_pipe.launch import launch
 from lp_pipe.launch.run_dir import usual_runs
 from lp_pipe.launch.run_records import record_in
 from lp_pipe.rpc import CourierClient
@@ -37,6 +39,7 @@ examples:
   lp_pipe experiment pause digits                        stop trials at their next report
   lp_pipe experiment resume digits                       go on, also after its launcher was killed
   lp_pipe experiment kill digits/7                       end one trial; without /7: the experiment
+  lp_pipe experiment fork digits/7 --set opt.decay=0.1   the same trial with another parameter
   lp_pipe experiment export digits --csv=rows.csv
 
 create takes the options of lp_pipe launch. ID is an experiment's folder, its name or a unique beginning of it, or - for
@@ -53,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="ACTION", choices=list(_ACTIONS), help=", ".join(_ACTIONS))
     parser.add_argument("id", metavar="ID", nargs="?", default="-", help="ID or ID/TRIAL; for create, preview: TARGET")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="fork: change a parameter")
+    parser.add_argument("--from-checkpoint", action="store_true", help="fork: go on from the trial's newest checkpoint")
     parser.add_argument("--csv", nargs="?", const="-", metavar="FILE", help="export: rows as CSV (default: stdout)")
     parser.add_argument("--tensorboard", metavar="DIR", type=Path, help="export: event files, a folder per trial")
 
@@ -207,6 +212,28 @@ def _kill(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
     return DONE
 
 
+def _fork(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
+    found, trial = _find(arguments.id)
+    if trial is None:
+        raise UsageError(f"name the trial: lp_pipe experiment fork {found.folder.name}/TRIAL --set NAME=VALUE")
+    changes = {}
+    for text in arguments.set:
+        name, is_given, value = text.partition("=")
+        if not is_given:
+            raise UsageError(f"--set {text}: give NAME=VALUE, such as --set opt.decay=0.1")
+        try:
+            changes[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            changes[name] = value
+    try:
+        program = search.fork(found, trial, changes, from_checkpoint=arguments.from_checkpoint)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print(program.name, flush=True)
+    launch(program, mode="process").wait()
+    return DONE
+
+
 def _collect(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
     """Delete checkpoints on the disk that the experiment does not name."""
     found, _ = _find(arguments.id)
@@ -283,7 +310,8 @@ def _find(text: str) -> tuple[Experiment, int | None]:
         return known[matching[0]], None
     if matching:
         raise UsageError(f"{text!r} is the beginning of several experiments: {', '.join(sorted(matching))}")
-    raise UsageError(f"there is no experiment {text!r} in {_home()}{nearest(text, known)}")
+    hint = nearest(text, known) or f"; there are {', '.join(known) or 'none'}"
+    raise UsageError(f"no experiment {text!r} in {_home()}{hint}")
 
 
 def _searcher(found: Experiment) -> Any:
@@ -360,6 +388,7 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int]] = {
     "pause": _pause,
     "resume": _resume,
     "kill": _kill,
+    "fork": _fork,
     "gc": _collect,
     "export": _export,
 }

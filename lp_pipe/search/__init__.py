@@ -1,6 +1,8 @@
 """Search over trials that survive failures: an experiment is an ordinary program of a searcher and slots."""
 
+from lp_pipe.search.determined import from_yaml as from_yaml
 from lp_pipe.search.experiment import experiment as experiment
+from lp_pipe.search.experiment import fork as fork
 from lp_pipe.search.experiment import open as open
 from lp_pipe.search.experiment import preview as preview
 from lp_pipe.search.searcher_node import AllTrialsFailed as AllTrialsFailed

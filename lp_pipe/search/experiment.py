@@ -4,9 +4,11 @@ import contextlib
 import hashlib
 import math
 import pickle
-from collections.abc import Callable, Mapping
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -16,9 +18,9 @@ import cloudpickle
 import lp_pipe as lp
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.run_dir import usual_runs
-from lp_pipe.search.searcher_node import ExperimentSettings, Keep, SearcherNode
-from lp_pipe.search.searchers import Grid, Searcher
-from lp_pipe.search.space import Params, dimensions
+from lp_pipe.search.searcher_node import ExperimentSettings, Fork, Keep, SearcherNode
+from lp_pipe.search.searchers import Grid, Random, Searcher
+from lp_pipe.search.space import Constant, Params, dimensions, flat, nested
 from lp_pipe.search.store import Reading, TrialRecord, read_only, rows_in
 from lp_pipe.search.trial import Trial, TrialSlot
 
@@ -31,6 +33,20 @@ class _Definition:
     space: str
     code: str
     seed: int
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What a fork needs to run a trial of the experiment again."""
+
+    trial: Callable[[Trial], Any]
+    space: Mapping[str, Any]
+    slots: int
+    seed: int
+    max_restarts: int
+    resources: lp.Resources | None
+    keep: Keep | None
+    on_log: Mapping[str, str] | None
 
 
 class ExperimentProgram(lp.Program):
@@ -52,35 +68,95 @@ def experiment(
     max_restarts: int = 5,
     resources: lp.Resources | None = None,
     keep: Keep | None = None,
+    on_log: Mapping[str, str] | None = None,
     folder: Path | str | None = None,
 ) -> lp.Program:
     """Return a program that runs trials in `slots` nodes, as the searcher's node says.
 
     max_restarts: a trial fails when its slot dies more often in a row without a new row.
+    on_log: regular expressions and what they mean: "fail" ends a trial for good that prints a line with this pattern.
     folder: of the experiment; default: experiments/NAME in the folder of all runs. Launching the program with the
         folder of an unfinished experiment goes on with it.
 
     Raises:
-        ValueError: `slots` is below 1, a name in the space is no str, or the space has no grid.
+        ValueError: `slots` is below 1, a name in the space is no str, the space has no grid, or `on_log` has no valid
+            pattern or another meaning than "fail".
         LaunchError: the folder has an experiment with another trial, space, searcher or seed.
     """
     if slots < 1:
         raise ValueError(f"experiment {name!r}: slots must be at least 1, got slots={slots}")
     if isinstance(searcher, Grid):
         searcher = searcher.over(space)
+    patterns = _compiled(on_log or {})
     path = Path(folder) if folder is not None else usual_runs() / "experiments" / name
     definition = _Definition(searcher, repr(list(dimensions(space))), _digest(trial), seed)
     _check_is_same(path, definition)
-    pickled = cloudpickle.dumps(definition)
-    settings = ExperimentSettings(path, searcher, dict(space), seed, slots, max_restarts, keep or Keep(), pickled)
+    recipe = _Recipe(trial, space, slots, seed, max_restarts, resources, keep, on_log)
+    facts = {"definition": cloudpickle.dumps(definition), "recipe": _by_value(recipe, trial)}
+    settings = ExperimentSettings(path, searcher, dict(space), seed, slots, max_restarts, keep or Keep(), facts)
+    return _program(name, settings, trial, resources, patterns)
+
+
+def fork(
+    parent: "Experiment", trial: int, changes: Mapping[str, Any] | None = None, *, from_checkpoint: bool = False
+) -> lp.Program:
+    """Return the program of a new experiment with one trial: the parent's, with some parameters changed.
+
+    changes: new values by dotted name, such as {"opt.decay": 0.1}. from_checkpoint: the trial goes on from its newest
+    checkpoint, with its rows until there.
+
+    Raises:
+        ValueError: there is no such trial or parameter, or no checkpoint to go on from.
+    """
+    facts, record, rows = parent._of_trial(trial)
+    recipe: _Recipe = pickle.loads(facts["recipe"])
+    values = flat(record.params)
+    for name in changes or {}:
+        if name not in values:
+            raise ValueError(f"trial {trial} has no parameter {name!r}; it has {', '.join(values)}")
+    if from_checkpoint and record.checkpoint is None:
+        raise ValueError(f"trial {trial} of {parent.folder.name} has no checkpoint to go on from")
+    searcher = parent._definition.searcher
+    only = Random(searcher.metric or "", 1, searcher.max_steps or 1, searcher.mode)
+    space = nested({name: Constant(value) for name, value in {**values, **(changes or {})}.items()})
+    number = 1
+    while (folder := parent.folder.with_name(f"{parent.folder.name}-fork-{number}")).exists():
+        number += 1
+    definition = _Definition(only, repr(list(dimensions(space))), _digest(recipe.trial), recipe.seed)
+    of_fork = {
+        "definition": cloudpickle.dumps(definition),
+        "recipe": _by_value(replace(recipe, space=space, slots=1), recipe.trial),
+    }
+    settings = ExperimentSettings(
+        folder,
+        only,
+        space,
+        recipe.seed,
+        1,
+        recipe.max_restarts,
+        recipe.keep or Keep(),
+        of_fork,
+        Fork(rows, record.checkpoint) if from_checkpoint and record.checkpoint else None,
+    )
+    return _program(folder.name, settings, recipe.trial, recipe.resources, _compiled(recipe.on_log or {}))
+
+
+def _program(
+    name: str,
+    settings: ExperimentSettings,
+    trial: Callable[[Trial], Any],
+    resources: lp.Resources | None,
+    patterns: Sequence[re.Pattern[str]],
+) -> lp.Program:
     program = ExperimentProgram(name, settings)
     with program.group("searcher", on_failure="restart", max_restarts=None):
         node = lp.CourierNode(SearcherNode, settings, None)
         searcher_handle = program.add_node(node)
         node.configure(settings, searcher_handle)
     with program.group("slots", resources, on_failure="restart", max_restarts=None):
-        for _ in range(slots):
-            program.add_node(lp.PyClassNode(TrialSlot, searcher_handle, trial, path, seed))
+        for _ in range(settings.num_slots):
+            slot = lp.PyClassNode(TrialSlot, searcher_handle, trial, settings.folder, settings.seed, patterns)
+            program.add_node(slot)
     return program
 
 
@@ -167,6 +243,16 @@ class Experiment:
         with closing(Reading(self.folder, searcher.metric)) as reading:
             return not searcher.next(reading.rows())
 
+    def _of_trial(self, trial: int) -> tuple[dict[str, Any], TrialRecord, list[Row]]:
+        """Return the experiment's facts, a trial's record, and its rows until its newest checkpoint."""
+        with closing(Reading(self.folder, self._definition.searcher.metric)) as reading:
+            record = reading.trials.get(trial)
+            if record is None:
+                raise ValueError(f"experiment {self.folder.name} has no trial {trial} that has started")
+            last = record.checkpoint[1] if record.checkpoint else 0
+            rows = [row for row in self.rows() if row.trial == trial and row.step <= last]
+            return reading.facts(), record, rows
+
     def best_values(self) -> list[tuple[int, int, float]]:
         """Return (trial, step, value) of the best value of each trial, the best first, ties by id."""
         searcher = self._definition.searcher
@@ -230,6 +316,33 @@ def _definition_in(folder: Path) -> _Definition:
     with closing(Reading(folder, None)) as reading:
         definition: _Definition = pickle.loads(reading.facts()["definition"])
     return definition
+
+
+def _compiled(on_log: Mapping[str, str]) -> list[re.Pattern[str]]:
+    """Return the patterns that fail a trial."""
+    patterns = []
+    for pattern, meaning in on_log.items():
+        if meaning != "fail":
+            raise ValueError(f"on_log={{{pattern!r}: {meaning!r}}}: the only meaning is 'fail'")
+        try:
+            patterns.append(re.compile(pattern))
+        except re.error as error:
+            raise ValueError(f"on_log: {pattern!r} is no regular expression: {error}") from error
+    return patterns
+
+
+def _by_value(recipe: _Recipe, trial: Callable[..., Any]) -> bytes:
+    """Pickle the recipe; the trial's own module by value, since a later process may not find it by its name."""
+    module = sys.modules.get(getattr(trial, "__module__", "") or "")
+    file = getattr(module, "__file__", None)
+    known = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+    if module is None or file is None or "site-packages" in file or module.__name__ in known:
+        return bytes(cloudpickle.dumps(recipe))
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(recipe))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def _digest(function: Callable[..., Any]) -> str:

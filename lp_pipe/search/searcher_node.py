@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +37,16 @@ class Keep:
 
 
 @dataclass(frozen=True)
+class Fork:
+    """The beginning of trial 0, which another experiment's trial has made: its rows, and the checkpoint after them."""
+
+    rows: Sequence[Any]
+    checkpoint: tuple[str, int]
+
+
+@dataclass(frozen=True)
 class ExperimentSettings:
-    """The options of an experiment that its searcher's node follows. definition: a pickle for the folder."""
+    """The options of an experiment that its searcher's node follows. facts: pickles for those who open the folder."""
 
     folder: Path
     searcher: Searcher
@@ -47,7 +55,8 @@ class ExperimentSettings:
     num_slots: int
     max_restarts: int
     keep: Keep
-    definition: bytes
+    facts: Mapping[str, bytes]
+    fork: Fork | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ class SearcherNode:
         self._settings = settings
         self._searcher = settings.searcher
         facts = {"address": own_client.address, "pid": os.getpid(), "run_dir": str(lp.context().run_dir)}
-        self._store = Store(settings.folder, self._searcher.metric, {"definition": settings.definition, **facts})
+        self._store = Store(settings.folder, self._searcher.metric, {**settings.facts, **facts})
         lp.context().exit_stack.callback(self._store.close)
         self._changes = Changes()
         self._incarnations: dict[int, str] = {}
@@ -88,6 +97,8 @@ class SearcherNode:
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
         self._over = threading.Event()
         lp.register_stop_handler(self._over.set)
+        if settings.fork is not None and not self._store.trials:
+            self._store.adopt(self._params(0), settings.fork.rows, *settings.fork.checkpoint)
         for record in self._running():
             if record.slot is not None and record.slot >= settings.num_slots:  # an earlier launch had more slots
                 self._slot_died(record)

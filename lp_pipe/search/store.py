@@ -18,7 +18,7 @@ import os
 import pickle
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,29 @@ class Store(Reading):
         record.attempt, record.step, record.slot, record.until_step = record.attempt + 1, step, slot, until_step
         self.trials[trial] = record
         return record
+
+    def adopt(self, params: Params, rows: Sequence[Any], checkpoint: str, step: int) -> None:
+        """Begin trial 0 with another trial's rows and the checkpoint after them, in one commit."""
+        record = self.trials[0] = TrialRecord(0, params)
+        with self._transaction("adopt", 0, checkpoint):
+            self._db.execute(
+                "INSERT INTO trials (id, params, shown, step) VALUES (0,?,?,?)",
+                (cloudpickle.dumps(params), json.dumps(params, default=repr), step),
+            )
+            self._db.executemany(
+                "INSERT INTO rows (trial, step, name, value, time, attempt) VALUES (0,?,?,?,?,0)",
+                [
+                    (row.step, self._name(row.name), None if math.isnan(row.value) else row.value, row.time)
+                    for row in rows
+                ],
+            )
+            self._db.execute("INSERT INTO checkpoints VALUES (?,0,?,NULL)", (checkpoint, step))
+        record.step = record.newest = step
+        record.checkpoint = checkpoint, step
+        for row in rows:
+            if row.name == self._metric:
+                record.values[row.step] = row.value
+                self.reports.append((0, row.step))
 
     def report(
         self, trial: int, attempt: int, step: int, values: Mapping[str, float], checkpoint: str | None = None

@@ -1,14 +1,19 @@
 """A trial as its code sees it, and the slot that runs trials one after another."""
 
+import contextlib
+import re
+import sys
+import threading
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lp_pipe as lp
 from lp_pipe.checkpoint import folder as folders
 from lp_pipe.checkpoint.parts import saves_itself
+from lp_pipe.context import current_context
 from lp_pipe.errors import CheckpointError
 from lp_pipe.nodes import user_code
 from lp_pipe.programs.waiting import until_the_stop
@@ -42,11 +47,13 @@ class Trial:
         self._directive = Directive(True, lease.until_step)
         self._checkpoint = lease.checkpoint
         self._logged: dict[str, float] = {}
+        self.printed: _PrintedLines | None = None
 
     @property
     def should_stop(self) -> bool:
         """Whether the searcher, a pause or the program's stop has said that this trial ends now."""
-        return not self._directive.goes_on or lp.stop_event().is_set()
+        has_failed = self.printed is not None and bool(self.printed.found)
+        return has_failed or not self._directive.goes_on or lp.stop_event().is_set()
 
     def steps(self) -> Iterator[int]:
         """Yield the number of each step to run, from 1 or the one after the newest checkpoint on.
@@ -135,11 +142,20 @@ class Trial:
 class TrialSlot:
     """A node that runs trials one after another, each until the searcher says otherwise."""
 
-    def __init__(self, searcher: Any, run_trial: Callable[[Trial], Any], folder: Path, seed: int) -> None:
+    def __init__(
+        self,
+        searcher: Any,
+        run_trial: Callable[[Trial], Any],
+        folder: Path,
+        seed: int,
+        patterns: Sequence[re.Pattern[str]] = (),
+    ) -> None:
+        """patterns: of lines that fail a trial which prints them."""
         self._searcher = searcher
         self._run_trial = run_trial
         self._folder = folder
         self._seed = seed
+        self._patterns = patterns
         self._index = lp.context().index
         ask(searcher, "register", self._index, uuid.uuid4().hex)
 
@@ -159,8 +175,10 @@ class TrialSlot:
 
     def _outcome(self, trial: Trial) -> tuple[str, str | None]:
         """Run the trial; return how its code ended: "" if it was told to."""
+        printed = trial.printed = _PrintedLines(self._patterns)
         try:
-            user_code.call(self._run_trial, trial)
+            with printed.watched():
+                user_code.call(self._run_trial, trial)
         except InvalidParams as error:
             return "invalid", str(error)
         except StaleAttempt:
@@ -169,7 +187,65 @@ class TrialSlot:
             if lp.stop_event().is_set():
                 return "", None
             return "failed", traceback.format_exc()
+        if printed.found:
+            return "failed", f"it printed {printed.found!r}, which on_log says is a failure"
         return ("" if trial.should_stop else "finished"), None
+
+
+class _PrintedLines:
+    """Looks for patterns in what this node prints. found: the first line with one; "" while there is none."""
+
+    _watching: ClassVar[dict[str, "_PrintedLines"]] = {}  # by node: slots may be threads of one process
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, patterns: Sequence[re.Pattern[str]]) -> None:
+        self._patterns = patterns
+        self._node = lp.context().name
+        self.found = ""
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look at all that is printed in the body."""
+        if not self._patterns:
+            yield
+            return
+        with self._lock:
+            if not self._watching:
+                sys.stdout, sys.stderr = _Tee(sys.stdout), _Tee(sys.stderr)
+            self._watching[self._node] = self
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._watching[self._node]
+                if not self._watching:
+                    sys.stdout, sys.stderr = _without_tee(sys.stdout), _without_tee(sys.stderr)
+
+    @classmethod
+    def look(cls, text: str) -> None:
+        node = current_context()
+        watcher = cls._watching.get(node.name) if node is not None else None
+        if watcher is not None and not watcher.found:
+            lines = (line for line in text.splitlines() if any(one.search(line) for one in watcher._patterns))
+            watcher.found = next(lines, "")
+
+
+class _Tee:
+    """A stream whose texts are looked at. Everything else is the stream's own."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        _PrintedLines.look(text)
+        return int(self.stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def _without_tee(stream: Any) -> Any:
+    return stream.stream if isinstance(stream, _Tee) else stream
 
 
 def ask(searcher: Any, method: str, *arguments: Any) -> Any:

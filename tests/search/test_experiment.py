@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,46 @@ def test_a_trial_that_raises_fails_and_the_others_go_on(tmp_path: Path) -> None:
     states = {one.id: one.state for one in ls.open(tmp_path).trials()}
     assert states == {0: "finished", 1: "invalid", 2: "failed", 3: "finished", 5: "finished"}
     assert "in trial 2" in (ls.open(tmp_path).trials()[2].error or "")
+
+
+def test_a_trial_that_prints_a_pattern_fails(tmp_path: Path) -> None:
+    def prints(t: ls.Trial) -> None:
+        for step in t.steps():
+            if (t.id, step) == (1, 2):
+                print("CUDA out of memory")
+            t.report({"loss": 1.0})
+
+    searcher = ls.Random("loss", max_trials=2, max_steps=4)
+    options: dict[str, Any] = {
+        "space": SPACE,
+        "searcher": searcher,
+        "slots": 2,
+        "folder": tmp_path,
+        "on_log": {"out of mem": "fail"},
+    }
+    lp.launch(ls.experiment("prints", prints, **options), "thread").wait(WITHIN_S)
+    assert [(one.state, one.step) for one in ls.open(tmp_path).trials()] == [("finished", 4), ("failed", 2)]
+    assert not type(sys.stdout).__module__.startswith("lp_pipe.search")
+    with pytest.raises(ValueError, match="retry"):
+        ls.experiment("prints", prints, **{**options, "on_log": {"a": "retry"}})
+    with pytest.raises(ValueError, match=r"\("):
+        ls.experiment("prints", prints, **{**options, "on_log": {"(": "fail"}})
+
+
+def test_a_fork_goes_on_from_a_checkpoint_with_another_parameter(tmp_path: Path) -> None:
+    searcher = ls.Random("loss", max_trials=1, max_steps=3)
+    program = ls.experiment("parent", trial, space=SPACE, searcher=searcher, folder=tmp_path / "parent")
+    lp.launch(program, "thread").wait(WITHIN_S)
+    parent = ls.open(tmp_path / "parent")
+    for from_checkpoint, attempts in ((False, {1}), (True, {0})):
+        program = ls.fork(parent, 0, {"opt.decay": 0.5}, from_checkpoint=from_checkpoint)
+        lp.launch(program, "thread").wait(WITHIN_S)
+        forked = ls.open(tmp_path / program.name)
+        (only,) = forked.trials()
+        assert only.params["opt"]["decay"] == 0.5 and only.params["lr"] == parent.trials()[0].params["lr"]
+        assert [row.step for row in forked.rows()] == [1, 2, 3] and {row.attempt for row in forked.rows()} == attempts
+    with pytest.raises(ValueError, match=r"decoy.*decay"):
+        ls.fork(parent, 0, {"opt.decoy": 0.5})
 
 
 def test_an_experiment_whose_trials_all_fail_ends_with_their_error(tmp_path: Path) -> None:
