@@ -42,6 +42,7 @@ class WriteTracker:
 
     modules: that own the parameters. named_parameters: under the names that users see; their policy is UNDO.
     with_buffers: the modules with buffers, and a loss that has some. buffers: the policy of all of them.
+    can_undo: whether `undo` is ever called; if not, shortened rows are not copied.
     refused: names of parameters, and places of buffers, with the policy REFUSE, each with the error's text.
     """
 
@@ -53,6 +54,7 @@ class WriteTracker:
         *,
         buffers: WritePolicy = WritePolicy.UNDO,
         refused: Mapping[str | BufferPlace, str] = MappingProxyType({}),
+        can_undo: bool = True,
     ) -> None:
         self._with_buffers = list(with_buffers)
         self._buffers = buffers
@@ -60,7 +62,7 @@ class WriteTracker:
         self._tag = 0
         self.buffers_before = BufferSnapshot(())  # before the operation self._tag
         self.written_buffers: frozenset[BufferPlace] | None = None  # with COPY; None before the first forward
-        self._rows = ShortenedRows(modules)
+        self._rows = ShortenedRows(modules if can_undo else ())
         self._named = list(named_parameters)
         tables = {id(module.weight) for module in modules if has_short_rows(module)}
         self._tables = {position for position, (_, p) in enumerate(self._named) if id(p) in tables}  # `_rows` has these
@@ -125,10 +127,14 @@ class WriteTracker:
 
     @contextmanager
     def tracked(self) -> Iterator[None]:
-        """Run forwards in the body, between `begin` and `end`; an error in the body leaves out `end`."""
+        """Run forwards in the body, between `begin` and `end`; nothing is undone, and no tensor is held afterwards."""
         self.begin()
-        yield
-        self.end()
+        try:
+            yield
+            self.end()
+        finally:
+            self.forget()
+            self.buffers_before = BufferSnapshot(())
 
     def forget(self) -> None:
         """Keep what was written to parameters."""

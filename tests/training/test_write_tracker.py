@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lp_pipe.training.write_tracker import ShortenedRows, layers_with_max_norm
+from lp_pipe.errors import PipelineError
+from lp_pipe.training.write_tracker import ShortenedRows, WriteTracker, layers_with_max_norm
 
 
 def embedding(**options: Any) -> nn.Embedding:
@@ -70,3 +71,11 @@ def test_layers_with_such_a_table_are_found_also_where_another_one_owns_it() -> 
     layers = [nn.Sequential(table), nn.Tanh(), nn.Linear(4, 4), head, nn.Embedding(3, 2)]
     assert layers_with_max_norm(layers, 5) == {5, 8}
     assert layers_with_max_norm(layers[1:3], 0) == set()
+
+
+def test_a_tracker_that_undoes_nothing_copies_no_rows() -> None:
+    table = embedding()
+    tracker = WriteTracker([table], [("table", table.weight)], refused={"table": "why"}, can_undo=False)
+    assert not table._forward_pre_hooks
+    with pytest.raises(PipelineError, match=r"'table'.*why"), tracker.tracked():
+        table(torch.arange(20))

@@ -53,6 +53,8 @@ class LateWrites:
             run(action, operation)
             self._check_replaced()
             self._check("W" if action.op == "W" else "F")
+            if self._stage.is_idle:
+                self._before = {}  # holds tensors
             return
         if self._stage.is_idle:
             self._outstanding = {"F": 0, "W": 0}

@@ -51,7 +51,11 @@ class StepRules(Hook):
         self._are_always_on = config.checks == "always"
         # A step of one micro-batch does not show what overlaps with the next one.
         self._wanted = min(2, max(1, config.microbatches // replicas))
-        self._watches = [rule.check(config, stages) for rule in RULES if rule.when == "first_step"]
+        of_steps = [rule for rule in RULES if rule.when == "first_step"]
+        self._watches = {
+            trains: [rule.check(config, stages) for rule in of_steps if trains or rule.also_in_evaluation]
+            for trains in (True, False)
+        }
         self._seen: set[int] = set()  # micro-batches of the operation
         self._is_done = {True: False, False: False}  # by whether the operation trains
         self._trains = True
@@ -74,7 +78,7 @@ class StepRules(Hook):
     def around(self, run: RunAction, action: Action, operation: Operation) -> None:
         self._trains = operation.step != EVALUATION
         self._seen.add(action.microbatch)
-        for watch in self._watches:
+        for watch in self._watches[self._trains]:
             run = _watched(watch, run)
         run(action, operation)
 
@@ -110,7 +114,7 @@ def _time_first(model: Model, sources: Sequence[Any]) -> None:
 def _untrained(config: PipelineConfig, stages: Mapping[int, Stage]) -> _Watch:
     def watch(run: RunAction, action: Action, operation: Operation) -> None:
         run(action, operation)
-        if action.op != "F" or operation.step == EVALUATION:
+        if action.op != "F":
             return
         stash = stages[action.stage].activation_stash[operation.first_number + action.microbatch]
         of_last = operation.losses if action.stage == config.last_stage else {}
@@ -126,18 +130,12 @@ def _untrained(config: PipelineConfig, stages: Mapping[int, Stage]) -> _Watch:
 def _late_writes(config: PipelineConfig, stages: Mapping[int, Stage]) -> _Watch:
     checks = {index: LateWrites(stage, is_asynchronous=config.is_asynchronous) for index, stage in stages.items()}
 
-    def watch(run: RunAction, action: Action, operation: Operation) -> None:
-        if operation.step == EVALUATION:
-            run(action, operation)
-        else:
-            checks[action.stage].around(run, action, operation)
-
-    return watch
+    return lambda run, action, operation: checks[action.stage].around(run, action, operation)
 
 
 def _recomputed_writers(config: PipelineConfig, stages: Mapping[int, Stage]) -> _Watch:
     def watch(run: RunAction, action: Action, operation: Operation) -> None:
-        segments = stages[action.stage].recomputed if action.op == "F" and operation.step != EVALUATION else ()
+        segments = stages[action.stage].recomputed if action.op == "F" else ()
         before = [segment.states_of_parameters() for segment in segments]
         run(action, operation)
         for segment, states in zip(segments, before, strict=True):
@@ -166,13 +164,12 @@ def _writers_of_older_weights(config: PipelineConfig, stages: Mapping[int, Stage
     copied = list(copied_parameters(config, stages)) if config.is_asynchronous else []
     named = {name: parameter for name, parameter, _ in copied}
     modules = [module for stage in stages.values() for module in stage.modules()]
-    tracker = WriteTracker(modules, named.items(), refused={name: why for name, _, why in reversed(copied)})
+    tracker = WriteTracker(
+        modules, named.items(), refused={name: why for name, _, why in reversed(copied)}, can_undo=False
+    )
 
     def watch(run: RunAction, action: Action, operation: Operation) -> None:
-        if copied and operation.step != EVALUATION:
-            with tracker.tracked():
-                run(action, operation)
-        else:
+        with tracker.tracked():
             run(action, operation)
 
     return watch
@@ -181,6 +178,7 @@ def _writers_of_older_weights(config: PipelineConfig, stages: Mapping[int, Stage
 class Rule(NamedTuple):
     """A kind of misuse that is refused.
 
+    also_in_evaluation: whether a rule of "first_step" watches the first evaluation, too.
     check: of "build" a function of the model and its layers' sources; of "first_step" a function of the worker's
         configuration and stages that returns a function to run actions through; of others where the check is.
     """
@@ -188,6 +186,7 @@ class Rule(NamedTuple):
     refuses: str
     when: Literal["build", "split", "first_step", "always"]
     check: Callable[..., Any]
+    also_in_evaluation: bool = False
 
 
 RULES = (
@@ -202,7 +201,7 @@ RULES = (
     Rule("a loss without a gradient, and parameters that no stage trains", "first_step", _untrained),
     Rule("backwards that write what later forwards have used", "first_step", _late_writes),
     Rule("recomputed layers that write to parameters", "first_step", _recomputed_writers),
-    Rule("writes to received tensors that share memory elsewhere", "first_step", _shared_memory),
+    Rule("writes to received tensors that share memory", "first_step", _shared_memory, also_in_evaluation=True),
     Rule("writes to parameters of which older weights are kept", "first_step", _writers_of_older_weights),
     Rule("writes to parameters and buffers with copies elsewhere", "always", WriteTracker.end),
     Rule("writes to gradients between the parts of a split backward", "always", SplitBackward.accumulate),

@@ -111,7 +111,7 @@ class Training:
         if self._optimizer is None:
             self.clear_gradients()
             return
-        self.update_progress, versions = UpdateProgress.NOT_BEGUN, self._versions()
+        self.update_progress, versions = UpdateProgress.NOT_BEGUN, versions_of(self.parameters)
         try:
             if max_norm is not None and total_norm is not None:
                 nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total_norm)
@@ -121,7 +121,7 @@ class Training:
             self.step_scheduler()
             self.update_progress = UpdateProgress.DONE
         finally:
-            if self.update_progress is UpdateProgress.NOT_BEGUN and self._versions() != versions:
+            if self.update_progress is UpdateProgress.NOT_BEGUN and versions_of(self.parameters) != versions:
                 self.update_progress = UpdateProgress.PARTIAL
             self.clear_gradients()  # else the next step would add to them
 
@@ -204,9 +204,6 @@ class Training:
         if self._optimizer is not None:
             with step_rng(self._seed, self._place, step, update):
                 self._optimizer.step()
-
-    def _versions(self) -> list[int]:
-        return versions_of(parameter for _, parameter in self._parameters)
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Return each parameter's optimizer state, and the options of its group, which the scheduler changes.
