@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
+from lp_pipe.launch.supervision import messages
 from lp_pipe.launch.supervision.messages import Notice, Question
 from lp_pipe.launch.supervision.node_api import MessageServices
 from lp_pipe.rpc.fork_guard import ForkGuard, no_endpoint
@@ -59,35 +60,22 @@ class LocalServices(MessageServices):
         return self._coordinator.ask(self._node_id, question)
 
 
-class _OutsideOfNodes:
-    """Refuses what only nodes may ask for."""
-
-    def register(self, address: str, endpoint: str) -> NoReturn:
-        raise RuntimeError("only a node can serve an address of the program")
-
-    def withdraw(self, address: str, is_failing: bool) -> NoReturn:
-        raise RuntimeError("only a node can serve an address of the program")
-
-    def has_lost_state(self, address: str) -> NoReturn:
-        raise RuntimeError("only a node can serve an address of the program")
-
-    def new_endpoint(self) -> NoReturn:
-        raise RuntimeError("only a node can listen at an endpoint of the program")
-
-    def meet(self, group: str, generation: int, endpoint: bytes) -> NoReturn:
-        raise RuntimeError("only a node can meet the members of its group")
-
-    def generation_over(self, group: str, generation: int) -> NoReturn:
-        raise RuntimeError("only a node can meet the members of its group")
-
-    def inner_nodes_ended(self, colocation: str) -> NoReturn:
-        raise RuntimeError("only a colocation has inner nodes")
-
-    def stop_inner_nodes(self, colocation: str) -> NoReturn:
-        raise RuntimeError("only a colocation has inner nodes")
+_ONLY_OF_NODES = (
+    *(messages.Register, messages.Withdraw, messages.HasLostState, messages.Meet, messages.WatchGeneration),
+    *(messages.InnerNodesEnded, messages.StopInnerNodes),
+)
 
 
-class LauncherServices(_OutsideOfNodes, LocalServices):
+def _check_is_of_launcher(message: Notice | Question[Any]) -> None:
+    """
+    Raises:
+        RuntimeError: only a node may send such a message.
+    """
+    if isinstance(message, _ONLY_OF_NODES):
+        raise RuntimeError(f"only a node of the program may ask for {type(message).__name__}, not its launcher")
+
+
+class LauncherServices(LocalServices):
     """NodeServices for clients made in the launching process.
 
     deferring: keeps signals out of its body. One that is raised in the main thread as that takes the coordinator's
@@ -101,20 +89,24 @@ class LauncherServices(_OutsideOfNodes, LocalServices):
         self._host = host
         self._deferring = deferring
 
-    def resolve(self, address: str) -> "Future[str]":
-        with self._deferring():
-            return super().resolve(address)
-
-    def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
-        with self._deferring():
-            return super().watch_state(addresses)
+    def new_endpoint(self) -> NoReturn:
+        raise RuntimeError("only a node can listen at an endpoint of the program")
 
     def first_failure(self) -> Exception | None:
         with self._deferring():
             return self._coordinator.settled_failure(self._host.dying())
 
+    def _tell(self, notice: Notice) -> None:
+        _check_is_of_launcher(notice)
+        super()._tell(notice)
 
-class EndedServices(_OutsideOfNodes):
+    def _ask(self, question: Question[R]) -> "Future[R]":
+        _check_is_of_launcher(question)
+        with self._deferring():
+            return super()._ask(question)
+
+
+class EndedServices(MessageServices):
     """NodeServices in the launching process once the program is over: says why each of its servers is gone."""
 
     def __init__(self, reasons: Mapping[str, str], failure: Exception | None) -> None:
@@ -127,22 +119,17 @@ class EndedServices(_OutsideOfNodes):
     def endpoint_for(self, address: str) -> str:
         raise Unavailable(self._reasons[address])
 
-    def resolve(self, address: str) -> "Future[str]":
-        future: Future[str] = Future()
-        future.set_exception(Unavailable(self._reasons[address]))
-        return future
+    def new_endpoint(self) -> NoReturn:
+        raise RuntimeError("only a node can listen at an endpoint of the program")
 
-    def watch_state(self, addresses: Sequence[str]) -> "Future[str]":
-        return Future()  # nothing is started again any more
+    def _tell(self, notice: Notice) -> None:
+        _check_is_of_launcher(notice)
+        if not isinstance(notice, messages.RequestStop):  # the program has stopped
+            raise RuntimeError("the program has ended")
 
-    def reserve_port(self, address: str) -> str:
-        raise Unavailable(self._reasons[address])
-
-    def request_stop(self) -> None:
-        """Do nothing: the program has stopped."""
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
-        raise RuntimeError("the program has ended")
-
-    def log_event(self, event: str, step: int) -> None:
-        raise RuntimeError("the program has ended")
+    def _ask(self, question: Question[R]) -> "Future[R]":
+        _check_is_of_launcher(question)
+        answer: Future[R] = Future()  # of WatchState, it never comes: nothing is started again any more
+        if isinstance(question, messages.Resolve | messages.ReservePort):
+            answer.set_exception(Unavailable(self._reasons[question.address]))
+        return answer
