@@ -83,6 +83,16 @@ def test_the_page_on_what_fails_has_every_error() -> None:
     assert len(named) > 10 and [name for name in named if f"`{name}`" not in page and f".{name}`" not in page] == []
 
 
+def test_the_page_on_data_parallelism_has_one_result(tmp_path: Path) -> None:
+    (block,) = blocks_of("docs/data_parallel.md")
+    found = set()
+    for workers in (1, 3):
+        script = block.replace("workers=2", f"workers={workers}").replace('mode="process"', 'mode="thread"')
+        (tmp_path / "page.py").write_text(script)
+        found |= set(re.findall(rf"by {workers} workers: (\S+)", run("page.py", cwd=tmp_path)))
+    assert len(found) == 1
+
+
 def test_the_page_on_partitioning_runs_and_its_numbers_are_right(tmp_path: Path) -> None:
     page = "docs/partitioning.md"
     (block,) = blocks_of(page)
