@@ -63,7 +63,7 @@ class DirectBackend(Backend):
         self._senders = senders
         self._receivers = receivers
         self._end = end
-        self._number = number
+        self.number = number
         self._error: type[GenerationOver | CollectiveMismatch] = GenerationOver
         self._reason = ""
 
@@ -131,7 +131,7 @@ class DirectBackend(Backend):
         """
         if self._reason:
             raise self._error(self._reason)
-        self._number += 1
+        self.number += 1
         own = str(call), place_of_call()
         self._send_all([(*own, part) for part in parts])
         received = self._receive_all((*own, parts[self.rank]))
@@ -145,13 +145,13 @@ class DirectBackend(Backend):
     def _send_all(self, values: Sequence[Any]) -> None:
         try:
             for rank, send in self._senders.items():
-                send(self._number, values[rank])
+                send(self.number, values[rank])
         except ChannelClosed as error:
             raise self._over(error) from error
 
     def _receive_all(self, own: Any) -> list[Any]:
         try:
-            return [self._receivers[rank](self._number) if rank != self.rank else own for rank in self._ranks]
+            return [self._receivers[rank](self.number) if rank != self.rank else own for rank in self._ranks]
         except ChannelClosed as error:
             raise self._over(error) from error
 

@@ -1,45 +1,25 @@
 """A group of nodes that has met: its members and their collective operations, on pytrees of tensors."""
 
-import json
-import os
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lp_pipe.channels.hub import ChannelHub
-from lp_pipe.collectives.backend import Backend, GenerationOver
+from lp_pipe.collectives.backend import Backend
 from lp_pipe.collectives.direct import joined_by_channels
 from lp_pipe.collectives.inproc import InprocBackend
-from lp_pipe.collectives.shm import OwnRankFile, RankFile, ShmBackend, is_shm_backend_supported, opened_rank_file
+from lp_pipe.collectives.meeting_facts import Facts, open_shared
+from lp_pipe.collectives.shm import is_shm_backend_supported
 from lp_pipe.connections import inproc, run_endpoints
 from lp_pipe.context import context
 from lp_pipe.membership import Membership
 from lp_pipe.private_torch import pytree
 from lp_pipe.telemetry import waits
 
-
-class Facts(NamedTuple):
-    """What each member tells the others.
-
-    token: differs at each meeting. file: how to open its RankFile; "": it has none. hub: where it receives channels;
-        "": nowhere.
-    """
-
-    pid: int
-    token: str
-    file: str
-    hub: str
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(self).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Facts":
-        return cls(*json.loads(data))
+SHARING = ("auto", "inproc", "shm")  # backends that use the members' memory, "auto" if it can
 
 
 class OwnEnd:
@@ -51,19 +31,12 @@ class OwnEnd:
     def __init__(self, backend: str) -> None:
         node = context()
         endpoint = node.services.new_endpoint()
-        is_thread = endpoint.startswith(inproc.SCHEME)
-        can_share = is_shm_backend_supported and not is_thread
-        needs_hub = backend == "direct" or (
-            backend == "auto" and (endpoint.startswith(run_endpoints.NAME) or not (is_thread or can_share))
-        )
-        self.file = OwnRankFile() if can_share and backend in ("auto", "shm") else None
+        is_one_host = endpoint.startswith(inproc.SCHEME) or is_shm_backend_supported
+        is_other = endpoint.startswith(run_endpoints.NAME) or not is_one_host
+        needs_hub = backend == "direct" or (backend == "auto" and is_other)
         self.hub = ChannelHub(endpoint, node.name) if needs_hub else None
-        self.facts = Facts(
-            os.getpid(),
-            uuid.uuid4().hex,
-            self.file.announced.decode() if self.file else "",
-            run_endpoints.endpoint_to_register(self.hub.endpoint) if self.hub else "",
-        )
+        reached_at = run_endpoints.endpoint_to_register(self.hub.endpoint) if self.hub else ""
+        self.facts, self.file = Facts.own(reached_at, can_share=backend in SHARING)
 
     def close(self) -> None:
         if self.hub is not None:
@@ -95,7 +68,7 @@ class Group:
             ValueError: the backend cannot join these members.
         """
         node, own = context(), OwnEnd(backend)
-        with waits.waiting(waits.RESOLVE, waits.Target("", "", f"group {group!r}"), "meet"):
+        with waits.waiting(waits.RANKS, waits.Target(peer="other nodes"), f"group {group!r}"):
             membership = node.services.meet(group, generation, own.facts.to_bytes()).result()
         found = cls(membership, open_backend(membership, backend, own))
         over = node.services.generation_over(group, membership.generation)
@@ -192,38 +165,16 @@ def open_backend(membership: Membership, name: str, own: OwnEnd) -> Backend:
         ValueError: it does not exist, or cannot join them.
         GenerationOver: a member is gone.
     """
-    members = [Facts.from_bytes(endpoint) for endpoint in membership.endpoints]
-    names = ", ".join(membership.members)
-    is_one_host = not any(run_endpoints.is_other_host(member.hub) for member in members)
-    is_one_process = is_one_host and len({member.pid for member in members}) == 1
-    can_share = is_one_host and all(member.file for member in members)
-    if name == "auto":
-        name = "inproc" if is_one_process else "shm" if can_share else "direct"
-    if name == "direct":
-        if own.hub is None:
-            raise ValueError(f"no exact backend joins threads and processes: {names}")
-        return joined_by_channels(membership, own.hub, [member.hub for member in members])
-    own.close()
-    if name == "inproc":
-        if not is_one_process:
-            raise ValueError(f"backend 'inproc' joins threads of one process, not {names}")
-        return InprocBackend(membership)
-    if name == "shm":
-        if not can_share:
-            raise ValueError(f"backend 'shm' joins processes of one x86 host with Linux, not {names}")
-        return ShmBackend(membership, _rank_files(membership, members, own))
-    raise ValueError(f"backend must be one of auto, inproc, shm, direct, got {name!r}")
-
-
-def _rank_files(membership: Membership, members: Sequence[Facts], own: OwnEnd) -> list[RankFile]:
-    files: list[RankFile] = []
-    for name, member in zip(membership.members, members, strict=True):
-        if member.token == own.facts.token:
-            assert own.file is not None
-            files.append(own.file)
-            continue
-        try:
-            files.append(opened_rank_file(member.file.encode()))
-        except OSError as error:
-            raise GenerationOver(f"{name} has ended") from error
-    return files
+    if name not in (*SHARING, "direct"):
+        raise ValueError(f"backend must be one of {', '.join(SHARING)}, direct, got {name!r}")
+    shared = open_shared(membership, own.file) if name in SHARING else None
+    if shared is not None and (name != "inproc" or isinstance(shared, InprocBackend)):
+        own.close()
+        return shared
+    if own.hub is None:
+        need = {"inproc": "threads of one process", "shm": "processes of one x86 host with Linux"}
+        raise ValueError(
+            f"backend {name!r} joins {need.get(name, 'threads or processes, not both')}, not "
+            f"{', '.join(membership.members)}: use backend='direct'"
+        )
+    return joined_by_channels(membership, own.hub, [Facts.from_bytes(one).hub for one in membership.endpoints])

@@ -16,6 +16,8 @@ from lp_pipe.errors import CollectiveMismatch
 from lp_pipe.membership import Membership
 from lp_pipe.telemetry import waits
 
+_LOOK_S = 1.0  # how often a wait is told which rank is late
+
 
 class _Arrival(NamedTuple):
     number: int
@@ -48,9 +50,13 @@ class _Room:
             elif len(here) == len(arrivals):
                 self._complete = number
                 self._changed.notify_all()
-            while self._complete < number:
-                self._check()
-                self._changed.wait()
+            target = waits.Target()
+            with waits.waiting(waits.RANKS, target, str(arrival.call)):
+                while self._complete < number:
+                    self._check()
+                    late = (rank for rank, one in enumerate(arrivals) if one is None or one.number != number)
+                    target.peer = self._members[next(late)]
+                    self._changed.wait(_LOOK_S)
             return [one.shown for one in arrivals if one is not None]
 
     def abort(self, reason: str) -> None:

@@ -33,6 +33,7 @@ from lp_pipe.collectives.shm_memory import OwnMemory, PeerMemory, segment_of, te
 from lp_pipe.connections.finalizer import add_finalizer
 from lp_pipe.errors import CollectiveMismatch
 from lp_pipe.membership import Membership
+from lp_pipe.telemetry import waits
 
 # Numbers of 8 bytes, each in cache lines of its own. A line of a call: its number, its digest, what the rank shows.
 _LINES = (0, 16)
@@ -184,14 +185,15 @@ class ShmBackend(SharedMemoryBackend):
             os.sched_yield()
             if numbers[line] == number:
                 return
-        while (seen := numbers[line]) != number:
-            numbers[_SLEEPS] = 1
-            with self._fence:
-                is_here = numbers[line] != seen
-            if not is_here:
-                self._files[rank].sleep_until_change(line, seen)
-            if numbers[line] != number:
-                self._check(call)
+        with waits.waiting(waits.RANKS, waits.Target(peer=self.membership.members[rank]), str(call)):
+            while (seen := numbers[line]) != number:
+                numbers[_SLEEPS] = 1
+                with self._fence:
+                    is_here = numbers[line] != seen
+                if not is_here:
+                    self._files[rank].sleep_until_change(line, seen)
+                if numbers[line] != number:
+                    self._check(call)
 
     def _check(self, call: Call) -> None:
         """Raise if the ranks that are late will not come, or another one is in another call."""

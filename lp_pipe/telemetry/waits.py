@@ -28,7 +28,9 @@ from lp_pipe.telemetry.tracebacks import is_of_user, owner_of
 MAIN, HANDLER, CALL, RESOLVE, RECEIVE, SEND = "main", "handler", "call", "resolve", "receive", "send"
 IDLE = "idle"  # the node's own code has ended, and the node serves calls until the stop
 DEBUGGER = "debugger"  # the node's code waits at a debugger's prompt; `what` says where
-RANKS = "ranks"  # a wait in torch.distributed: not recorded, but detected (`find_standstill`)
+# A wait for other ranks: of a collective operation, or in torch.distributed, which is not recorded but detected
+# (`find_standstill`).
+RANKS = "ranks"
 WAITS = (CALL, RESOLVE, RECEIVE, SEND, RANKS)
 
 

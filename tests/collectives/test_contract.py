@@ -12,7 +12,9 @@ from torch import Tensor
 
 from lp_pipe.collectives.backend import Backend, GenerationOver
 from lp_pipe.errors import CollectiveMismatch
+from lp_pipe.telemetry import waits
 from tests.collectives.joined import EXACT, WITHIN_S, Joined
+from tests.waiting import until
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.complex64, torch.int64, torch.bool)
@@ -183,6 +185,15 @@ def test_a_rank_that_does_not_come_ends_the_calls_of_the_others(join: Join, name
     assert_over(futures[0], futures[2])
     with pytest.raises(GenerationOver, match="ranks/1"):
         joined.backends[0].barrier()
+
+
+def test_a_wait_names_the_rank_that_is_late(join: Join) -> None:
+    joined = join(2)
+    future, other = joined.start(lambda backend: backend.barrier() if backend.rank == 0 else None)
+    other.result(WITHIN_S)
+    until(lambda: any(one.is_wait and one.peer == "ranks/1" for _, one in waits.look(60)), WITHIN_S)
+    joined.backends[0].abort("enough")
+    assert_over(future)
 
 
 def test_a_rank_that_has_left_ends_the_calls_of_the_others(join: Join) -> None:

@@ -156,6 +156,8 @@ def seconds(value: float) -> str:
 
 
 def _object(graph: WaitGraph, activity: Activity) -> str:
+    if activity.kind == RANKS and activity.peer:
+        return f"{activity.peer} to join {activity.what}"
     if activity.kind == RANKS:
         return f"other ranks, in torch's {activity.what}" if activity.what else "something outside of lp_pipe"
     name = _name(graph, activity)
