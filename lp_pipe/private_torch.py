@@ -457,6 +457,16 @@ def gloo_group(group_class: Any, store: Any, rank: int, address: str, patience: 
     return group_class(store, rank, 2, options)
 
 
+def finished_work(result: Any) -> Any:
+    """Return the Work of an operation of torch.distributed that has ended, with its result."""
+    from torch._C import _distributed_c10d
+
+    c10d: Any = _distributed_c10d
+    done: torch.futures.Future[Any] = torch.futures.Future()
+    done.set_result(result)
+    return c10d._create_work_from_future(done)
+
+
 class _Place(NamedTuple):
     """The location of an entry of a checkpoint: torch's _StorageInfo, in a torch that has none."""
 
