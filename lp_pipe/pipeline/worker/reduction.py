@@ -1,32 +1,44 @@
 """The sum of gradients over the replicas of a worker's stages, to the same bits on each of them.
 
-Every parameter is cut into as many shards as there are replicas. Replica k gets shard k of all replicas, adds them in
-the order of the ranks, and sends the sum back. This all-reduce moves as many bytes as a ring (2(r - 1)/r of the
-gradients to and from each replica), but its order of additions does not depend on the shard.
+Replicas on one host add up in memory that all see (collectives/shared_memory.py), others over channels
+(collectives/direct.py). The order of the additions is that of the ranks in both.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.errors import PipelineError
+from lp_pipe.collectives.backend import Backend, GenerationOver
+from lp_pipe.collectives.direct import DirectBackend
+from lp_pipe.collectives.meeting_facts import Facts, open_shared
+from lp_pipe.connections import run_endpoints
+from lp_pipe.errors import ChannelClosed, PipelineError
+from lp_pipe.membership import Membership
 from lp_pipe.pipeline.worker.channel_ends import ChannelEnds
 from lp_pipe.pipeline.worker.neighbours import Neighbours
 from lp_pipe.private_torch import buffers_of
 from lp_pipe.training.buffer_snapshot import BufferSnapshot, set_buffer
 
-_CREDITS = 2  # shards, and sums
+_CREDITS = 2  # parts, and sums
+_CALLS = 1 << 20  # tags of the channels for each operation of the pipeline
+_SHARING_KINDS = ("auto", "shm", "inproc")
 
 
 class Reduction(ChannelEnds[int]):
-    """A replica's part in the sum. All replicas of the worker call `reduce` once a step."""
+    """A replica's part in the sum. All replicas of the worker call `reduce` once a step.
+
+    An operation that was aborted leaves no backend; the next one joins the replicas anew.
+    """
 
     def __init__(self, neighbours: Neighbours) -> None:
         super().__init__(neighbours.device)  # by the other replica
         worker, self._replica = neighbours.place
         own, ranks = neighbours.rank, neighbours.ranks.of(worker)
         self._count = len(ranks)
+        self._worker = worker
+        self._can_share = neighbours.kind in _SHARING_KINDS and neighbours.device.type == "cpu"
+        self._hub = run_endpoints.endpoint_to_register(neighbours.hub.endpoint)
         others = [(replica, other) for replica, other in enumerate(ranks) if other != own]
         self._receivers = {
             replica: neighbours.receiver(f"gradients of rank {other} for {own}", _CREDITS) for replica, other in others
@@ -34,6 +46,10 @@ class Reduction(ChannelEnds[int]):
         self._senders = {
             replica: neighbours.sender(other, f"gradients of rank {own} for {other}") for replica, other in others
         }
+        self._backend: Backend | None = None
+        self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._tag = 0
+        self._aborted: tuple[int, str] = (-1, "")
 
     def reduce(
         self, tag: int, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module], before: BufferSnapshot
@@ -50,42 +66,130 @@ class Reduction(ChannelEnds[int]):
         """
         if self._count == 1:
             return
+        self._tag = tag  # before the look at what was aborted: `abort` writes in the other order
+        aborted, reason = self._aborted
+        if tag <= aborted:
+            raise ChannelClosed(reason)
+        try:
+            self._reduce(self._joined(tag), tag, parameters, modules, before)
+        except GenerationOver as error:
+            raise ChannelClosed(str(error)) from error
+
+    def abort(self, tag: int, reason: str) -> None:
+        self._aborted = max(self._aborted, (tag, reason))
+        super().abort(_last_call(tag), reason)
+        if self._backend is not None and self._tag <= tag:
+            self._backend.abort(reason)
+
+    def discard(self) -> None:
+        super().discard()
+        self._leave()
+
+    def close(self, reason: str) -> None:
+        self._leave()
+        super().close(reason)
+
+    def _leave(self) -> None:
+        backend, self._backend = self._backend, None
+        self._buffers.clear()
+        if backend is not None:
+            backend.close()
+
+    def _joined(self, tag: int) -> Backend:
+        """Return what joins the replicas. They tell each other where they are when they meet first."""
+        if self._backend is None:
+            facts, file = Facts.own(self._hub, can_share=self._can_share)
+            for sender in self._senders.values():
+                self._sending(sender)(tag * _CALLS, facts.to_bytes())
+            told = {replica: self._receiving(receiver)(tag * _CALLS) for replica, receiver in self._receivers.items()}
+            told[self._replica] = facts.to_bytes()
+            members = tuple(f"replica {replica} of worker {self._worker}" for replica in range(self._count))
+            endpoints = tuple(told[replica] for replica in range(self._count))
+            membership = Membership(f"worker {self._worker}", tag, self._replica, members, endpoints)
+            self._backend = open_shared(membership, file) or self._direct(membership)
+        if isinstance(self._backend, DirectBackend):
+            self._backend.number = tag * _CALLS
+        return self._backend
+
+    def _direct(self, membership: Membership) -> DirectBackend:
+        return DirectBackend(
+            membership,
+            {replica: self._sending(sender) for replica, sender in self._senders.items()},
+            {replica: self._receiving(receiver) for replica, receiver in self._receivers.items()},
+            lambda reason, grace_s: None,  # the channels are aborted, and closed, on their own
+        )
+
+    def _reduce(
+        self,
+        backend: Backend,
+        tag: int,
+        parameters: Sequence[nn.Parameter],
+        modules: Sequence[nn.Module],
+        before: BufferSnapshot,
+    ) -> None:
         own = [_flat(parameter.grad) for parameter in parameters]
-        for replica, sender in self._senders.items():
-            self._sending(sender)(tag, [self._shard(flat, replica) for flat in own])
-        shards = {replica: self._receiving(receiver)(tag) for replica, receiver in self._receivers.items()}
-        shards[self._replica] = [self._shard(flat, self._replica) for flat in own]
-        by_rank = [shards[replica] for replica in range(self._count)]
-        sums = {self._replica: [_sum(parts) for parts in zip(*by_rank, strict=True)]}
         changed = _changed(modules, before) if self._replica == 0 else {}
-        for sender in self._senders.values():
-            self._sending(sender)(tag, (sums[self._replica], changed))
-        for replica, receiver in self._receivers.items():
-            sums[replica], changed_there = self._receiving(receiver)(tag)
-            changed = changed_there if replica == 0 else changed
-        self._take(parameters, sums)
+        has_changed, present = _told_by_all(backend, [flat is not None for flat in own], bool(changed))
+        if has_changed:
+            for sender in self._senders.values() if self._replica == 0 else ():
+                self._sending(sender)(_last_call(tag), changed)
+        for index, (flat, on) in enumerate(zip(own, present, strict=True)):
+            if flat is None and on:
+                parameters[index].grad = torch.empty_like(parameters[index])
+                own[index] = _flat(parameters[index].grad)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for flat, on in zip(own, present, strict=True):
+            if flat is not None and len(on) == self._count:
+                by_kind.setdefault((flat.dtype, flat.device), []).append(flat)
+            elif flat is not None:
+                _reduce_partial(backend, flat, on)
+        for kind, gradients in by_kind.items():
+            self._reduce_together(backend, kind, gradients)
         if self._replica:
             before.restore()  # what only this replica's micro-batches have changed
-            for (index, name), value in changed.items():
+        if has_changed and self._replica:
+            for (index, name), value in self._receiving(self._receivers[0])(_last_call(tag)).items():
                 set_buffer(modules[index], name, value)
 
-    def _shard(self, flat: Tensor | None, replica: int) -> Tensor | None:
-        if flat is None:
-            return None
-        start, end = (len(flat) * index // self._count for index in (replica, replica + 1))
-        return flat[start:end]
+    def _reduce_together(
+        self, backend: Backend, kind: tuple[torch.dtype, torch.device], gradients: Sequence[Tensor]
+    ) -> None:
+        """Add up gradients that all replicas have, in one buffer, which is kept for the next step."""
+        sizes = [len(flat) for flat in gradients]
+        buffer = self._buffers.get(kind)
+        if buffer is None or len(buffer) != sum(sizes):
+            dtype, device = kind
+            on_host = backend.empty(sum(sizes), dtype)
+            buffer = self._buffers[kind] = on_host.to(device)
+        views = buffer.split(sizes)
+        for view, flat in zip(views, gradients, strict=True):
+            view.copy_(flat)
+        backend.all_reduce(buffer)
+        for view, flat in zip(views, gradients, strict=True):
+            flat.copy_(view)
 
-    def _take(self, parameters: Sequence[nn.Parameter], sums: Mapping[int, Sequence[Tensor | None]]) -> None:
-        for index, parameter in enumerate(parameters):
-            if sums[0][index] is None:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            flat = _flat(parameter.grad)
-            for replica, summed in sums.items():
-                shard, total = self._shard(flat, replica), summed[index]
-                assert shard is not None and total is not None, "a sum has all its shards, or none"
-                shard.copy_(total)
+
+def _last_call(tag: int) -> int:
+    return (tag + 1) * _CALLS - 1
+
+
+def _told_by_all(backend: Backend, present: Sequence[bool], has_changed: bool) -> tuple[bool, list[list[int]]]:
+    """Return whether replica 0 has changed buffers, and for each gradient the replicas that have it."""
+    own = torch.tensor([has_changed, *present], device="cpu")
+    table = torch.empty(backend.world_size * len(own), dtype=torch.bool, device="cpu")
+    backend.all_gather(table, own)
+    first, *others = table.view(backend.world_size, -1).t().tolist()
+    return first[0], [[replica for replica, has in enumerate(column) if has] for column in others]
+
+
+def _reduce_partial(backend: Backend, flat: Tensor, present: Sequence[int]) -> None:
+    """Put the sum of the gradients that the replicas `present` have into `flat`, on all replicas."""
+    parts = torch.empty(backend.world_size * len(flat), dtype=flat.dtype, device=flat.device)
+    backend.all_gather(parts, flat)
+    first, *others = (parts.view(backend.world_size, -1)[replica] for replica in present)
+    flat.copy_(first)
+    for part in others:
+        flat += part
 
 
 def _changed(modules: Sequence[nn.Module], before: BufferSnapshot) -> dict[tuple[int, str], Tensor]:
@@ -109,15 +213,3 @@ def _flat(gradient: Tensor | None) -> Tensor | None:
             "sparse=True, or give this stage one replica"
         )
     return gradient.as_strided((gradient.numel(),), (1,))
-
-
-def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
-    present = [part for part in parts if part is not None]
-    if not present:
-        return None
-    if len(present) == 1:
-        return present[0].clone()
-    total = present[0] + present[1]
-    for part in present[2:]:
-        total += part
-    return total
