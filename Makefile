@@ -36,7 +36,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-torch test-python test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint chaos soak clean
+.PHONY: help setup demo test test-slow test-all test-torch test-python test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint bench-data-parallel chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -138,7 +138,7 @@ protos-check: setup
 	echo 'protos: fresh'
 
 # What they compare with computes on the CPU, and stages take a GPU where there is one.
-bench-pipeline bench-pipedream bench-multihost bench-checkpoint chaos soak: export CUDA_VISIBLE_DEVICES :=
+bench-pipeline bench-pipedream bench-multihost bench-checkpoint bench-data-parallel chaos soak: export CUDA_VISIBLE_DEVICES :=
 
 bench: bench-pipeline bench-pipedream bench-rpc bench-launch  ## pipelines, plans, calls and starts
 
@@ -167,6 +167,9 @@ bench-multihost: setup  ## two pretend hosts (root, sshd): calls, a pipeline and
 
 bench-checkpoint: setup  ## what checkpoints cost, beside training without them; what a killed stage costs
 	$(BIN)/python -m benchmarks.checkpoints
+
+bench-data-parallel: setup  ## the sum of tensors over processes of one host, beside torch's gloo
+	$(BIN)/python -m benchmarks.all_reduce
 
 chaos: setup  ## kill and stop random processes of running programs; their ends must have the same bits (ROUNDS=5)
 	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS)
