@@ -80,7 +80,7 @@ def test_rows_do_not_depend_on_slots(undisturbed: list[tuple[int, int, str, floa
 
 
 def test_slots_that_are_killed_lose_and_repeat_nothing(
-    undisturbed: list[tuple[int, int, str, float]], tmp_path: Path
+    undisturbed: list[tuple[int, int, str, float]], tmp_path: Path, without_torch: None
 ) -> None:
     program = ls.experiment("killed", trial_whose_slots_die, space=SPACE, searcher=HALVING, slots=2, folder=tmp_path)
     lp.launch(program, "process").wait(WITHIN_S)
