@@ -19,3 +19,4 @@ from lp_pipe.search.space import uniform as uniform
 from lp_pipe.search.store import StaleAttempt as StaleAttempt
 from lp_pipe.search.trial import InvalidParams as InvalidParams
 from lp_pipe.search.trial import Trial as Trial
+from lp_pipe.search.trial import program as program

@@ -144,8 +144,16 @@ class SearcherNode:
         if record.until_step is not None and step >= record.until_step:
             record.until_step = self._searcher.target(self._store.rows(), trial)
             self._changes.notify()  # the report may have promoted other trials
-        goes_on = not self._is_paused and (record.until_step is None or step < record.until_step)
-        return Directive(goes_on, record.until_step)
+        return self._directive_for(record)
+
+    async def progress(self, trial: int, attempt: int) -> tuple[int, Directive]:
+        """Return the newest step of a running trial, and whether it goes on.
+
+        Raises:
+            StaleAttempt: the trial was given to another slot.
+        """
+        record = self._store.of(trial, attempt)
+        return record.step, self._directive_for(record)
 
     async def release(self, trial: int, attempt: int) -> None:
         """Take back a trial that has stopped where the searcher said."""
@@ -209,6 +217,10 @@ class SearcherNode:
             last = failed[-1].error or ""
             raise AllTrialsFailed(f"all {len(failed)} trials failed; the last one, trial {failed[-1].id}:\n{last}")
         lp.stop()
+
+    def _directive_for(self, record: TrialRecord) -> Directive:
+        goes_on = not self._is_paused and (record.until_step is None or record.step < record.until_step)
+        return Directive(goes_on, record.until_step)
 
     def _running(self) -> list[TrialRecord]:
         return [record for record in self._store.trials.values() if record.slot is not None]

@@ -22,6 +22,7 @@ from lp_pipe.search.space import Params
 from lp_pipe.search.store import StaleAttempt
 from lp_pipe.telemetry.metrics import as_numbers
 
+_STOP_PATIENCE_S = 0.2  # how much later a trial's program learns of a stop
 _PAUSE_S = 0.05  # before a call that failed is sent again
 
 
@@ -120,6 +121,10 @@ class Trial:
                 part.load_state_dict(folders.read_state(found.path, name))
         return True
 
+    def learn(self) -> None:
+        """Ask the searcher how far this trial is: another node may have reported for it."""
+        self._step, self._directive = ask(self._searcher, "progress", self.id, self.attempt)
+
     def _save(self, step: int, parts: Mapping[str, Any]) -> str:
         """Write a checkpoint into this attempt's own folder: a stale attempt must not replace another's files."""
         try:
@@ -137,6 +142,37 @@ class Trial:
             raise CheckpointError(
                 f"trial {self.id}: the checkpoint of step {step} cannot be written: {error}"
             ) from error
+
+
+class ProgramTrial:
+    """A trial that is a program, made by `make(t)`: one of its nodes reports for it."""
+
+    def __init__(self, make: Callable[[Trial], lp.Program], mode: str) -> None:
+        self._make = make
+        self._mode = mode
+        self.__module__ = make.__module__
+        self.__code__ = getattr(make, "__code__", None)  # by which another experiment in the same folder is told
+
+    def __call__(self, t: Trial) -> None:
+        with lp.launch(self._make(t), self._mode, run_dir=t.folder / f"run-{t.attempt}", listed=False) as run:
+            while not lp.stop_event().is_set():  # then the `with` stops the program, too
+                try:
+                    run.wait(_STOP_PATIENCE_S)
+                    break
+                except TimeoutError:
+                    continue
+        t.learn()
+
+
+def program(make: Callable[[Trial], lp.Program], mode: str = "thread") -> ProgramTrial:
+    """Return a trial for `ls.experiment` that launches `make(t)` in its slot.
+
+    A node of that program takes `t` as an argument, trains over `t.steps()`, calls `t.report`, and stops the program.
+    Its death is the slot's, and with it all nodes end.
+
+    mode: "thread" starts at once; "process" starts the program's nodes as processes, below the slot's.
+    """
+    return ProgramTrial(make, mode)
 
 
 class TrialSlot:

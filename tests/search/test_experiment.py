@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lp_pipe as lp
+import lp_pipe.pipeline as pp
 import lp_pipe.search as ls
 
 SPACE = {"lr": ls.log(1e-4, 1.0), "opt": {"decay": ls.uniform(0.0, 0.1), "name": "sgd"}}
@@ -163,6 +165,43 @@ def test_a_trial_that_prints_a_pattern_fails(tmp_path: Path) -> None:
         ls.experiment("prints", prints, **{**options, "on_log": {"a": "retry"}})
     with pytest.raises(ValueError, match=r"\("):
         ls.experiment("prints", prints, **{**options, "on_log": {"(": "fail"}})
+
+
+def make_pipeline(t: ls.Trial) -> lp.Program:
+    program = lp.Program(f"trial-{t.id}")
+    model = pp.Model(
+        [pp.Layer(torch.nn.Linear, 4, 4), torch.nn.Tanh(), pp.Layer(torch.nn.Linear, 4, 1)],
+        torch.nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=t.params["lr"]),
+        seed=t.seed,
+    )
+    pipeline = pp.add_pipeline(program, model, stages=2, microbatches=2)
+    program.add_node(lp.PyNode(train_pipeline, t, pipeline), label="trainer")
+    return program
+
+
+def train_pipeline(t: ls.Trial, pipeline: Any) -> None:
+    t.restore(pipeline)
+    for step in t.steps():
+        inputs = torch.sin(torch.arange(16.0) * step).view(4, 4)
+        t.report({"loss": pipeline.step((inputs, inputs.sum(1, keepdim=True))).loss}, checkpoint=pipeline)
+    lp.stop()
+
+
+def test_a_trial_may_be_a_pipeline(tmp_path: Path) -> None:
+    searcher = ls.Halving("loss", max_trials=4, max_steps=4, divisor=2)
+    for slots in (1, 2):
+        program = ls.experiment(
+            "pipelines",
+            ls.program(make_pipeline),
+            space=SPACE,
+            searcher=searcher,
+            slots=slots,
+            folder=tmp_path / f"{slots}",
+        )
+        lp.launch(program, "thread").wait(WITHIN_S)
+    assert len(committed(tmp_path / "1")) == 8 and committed(tmp_path / "1") == committed(tmp_path / "2")
+    assert sorted(one.state for one in ls.open(tmp_path / "1").trials()) == ["finished"] + ["stopped"] * 3
 
 
 def test_a_fork_goes_on_from_a_checkpoint_with_another_parameter(tmp_path: Path) -> None:
