@@ -104,6 +104,7 @@ class GradientBuckets:
         self._window: dict[int, int] | None = None  # backwards in the window by parameter; None: it is not open
         self._expected: dict[int, int] | None = None  # the same of the step before; None: not known
         self._sends_early = False
+        self._is_after_window = False
         self._changed = threading.Condition()
         self._ready = 0  # so many buckets may be summed
         self._summed = 0
@@ -123,11 +124,16 @@ class GradientBuckets:
         """The number of buckets, which is that of the exchanges of a step."""
         return len(self._buckets)
 
+    @property
+    def summed(self) -> int:
+        """The number of buckets of this step that are summed."""
+        return self._summed
+
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
         for fired in self._fired:
             fired.clear()
-        self._slot, self._window, self._sends_early = 0, None, False
+        self._slot, self._window, self._sends_early, self._is_after_window = 0, None, False, False
         self._ready = self._summed = 0
         for bucket in self._buckets:
             bucket.pending = len(bucket.places)
@@ -143,28 +149,33 @@ class GradientBuckets:
                 "replica.shards() was called more often in this step than in the step before, so some gradients were "
                 "summed too early: call it equally often in all steps"
             )
-        self._slot, self._window = slot, None
+        self._slot, self._window, self._is_after_window = slot, None, False
         for index, parameter in enumerate(self._parameters):
             parameter.grad = self._view(index) if index in self._fired[slot] else None
 
     def open_window(self, *, sends_early: bool) -> None:
-        """Note that this worker's last shard of a batch begins.
+        """Note that this worker's last shard of a batch begins, if it has one.
 
-        sends_early: gradients may be summed as soon as they have had as many backwards as in the step before.
+        sends_early: the same on all workers: gradients may be summed as soon as they have had as many backwards as in
+            the step before.
         """
         self._window = {}
-        if sends_early and self._expected is not None and self._exchange.backend is not None:
-            self._sends_early = True
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="gradient buckets", daemon=True)
-                self._thread.start()
+        self._sends_early = sends_early and self._exchange.backend is not None
+        if self._sends_early and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gradient buckets", daemon=True)
+            self._thread.start()
+
+    def close_window(self) -> None:
+        """Note that the last shard of a batch has ended."""
+        self._is_after_window = True
 
     def drain(self) -> None:
         """Sum all buckets before another collective of the step: all workers must call them in the same order.
 
-        If the last shard has had no backward yet, nothing is summed, and nothing will be before the optimizer's step.
+        A collective in the forward of the last shard finds no gradient: then nothing is summed before the optimizer's
+        step. The workers that have no shard do not call it.
         """
-        if self._sends_early and self._window:
+        if self._sends_early and (self._window or self._is_after_window):
             self._sum_rest()
         else:
             self._sends_early = False
@@ -178,7 +189,7 @@ class GradientBuckets:
         for index, parameter in enumerate(self._parameters):  # what the user has set or deleted by hand
             if parameter.grad is None:
                 self._fired[self._slot].discard(index)
-            elif parameter.grad is not self._view(index):
+            else:
                 self._take(index, parameter)
         self._sum_rest()
         present = self._flags[: len(self._parameters)].real.tolist()

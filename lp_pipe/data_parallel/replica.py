@@ -197,13 +197,18 @@ class Replica(NormalizesBatches):
         for number, shard in enumerate(shards, start=1):
             if not self.own_steps.has_values:
                 return  # the step will be dropped
-            self.own_steps.select(shard.replica, is_last=number == len(shards))
+            self.own_steps.select(shard.replica)
+            if number == len(shards):
+                self.own_steps.open_window()
             seed, microbatch = self._workers.options.seed, first.get(shard.replica, 0) + shard.microbatch
             with PausableRng(seed, shard.replica, self.own_steps.step, microbatch) as self._rng:
                 try:
                     yield shard
                 finally:
                     self._rng = None
+        if not shards:
+            self.own_steps.open_window()
+        self.own_steps.close_window()
 
     def why_not_normalized(self) -> str:
         if self.world_size != self.num_replicas:

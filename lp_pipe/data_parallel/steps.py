@@ -157,16 +157,23 @@ class ReplicaSteps:
         """Whether this step will not be dropped, as far as is known."""
         return self._now is None or self._now.has_values
 
-    def select(self, replica: int, *, is_last: bool) -> None:
-        """Let the next backwards belong to a replica. is_last: it is this worker's last shard of the batch."""
-        now = self._open()
+    def select(self, replica: int) -> None:
+        """Let the next backwards belong to a replica."""
+        self._open().fires_at_call = None
         self._buffers.select(replica)
         for optimizer in self._optimizers:
             optimizer.buckets.select(replica - self.workers.replicas.start)
-            if is_last:
-                is_usual = now.shards_calls == self._usual_shards_calls and len(self._optimizers) == 1
-                optimizer.buckets.open_window(sends_early=self._overlaps and is_usual)
-        now.fires_at_call = None
+
+    def open_window(self) -> None:
+        """Note that this worker's last shard of the batch begins, if it has one."""
+        is_usual = self._open().shards_calls == self._usual_shards_calls and len(self._optimizers) == 1
+        for optimizer in self._optimizers:
+            optimizer.buckets.open_window(sends_early=self._overlaps and is_usual)
+
+    def close_window(self) -> None:
+        """Note that this worker's last shard of the batch has ended."""
+        for optimizer in self._optimizers:
+            optimizer.buckets.close_window()
 
     def group_for_call(self) -> Group | None:
         """Return the group for a collective of the user's code; None: its result has no meaning in this step.
@@ -198,6 +205,11 @@ class ReplicaSteps:
         now = self._open()
         if not now.shards_calls:
             optimizer.follow_freezing()
+            if self.workers.membership.world_size != self._options.replicas:
+                raise DataParallelError(
+                    f"optimizer.step() without replica.shards() needs {self._options.replicas} workers, one for each "
+                    f"replica, and there are {self.workers.membership.world_size}"
+                )
         is_last = len({*now.stepped, optimizer}) == len(self._optimizers)
         may_finish = False
         if now.has_values:
