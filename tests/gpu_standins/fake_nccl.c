@@ -48,7 +48,7 @@ typedef struct {
 typedef struct comm {
   shared_t *shm;
   int rank, is_blocking;
-  char name[64];
+  char name[256];
   atomic_int abort, has_connected, in_call, pending, freed, state, helpers;
 } comm_t;
 typedef struct {
@@ -229,7 +229,7 @@ static void read_settings(void) {
 static void *join(void *argument) {
   comm_t *c = argument;
   while (!c->shm->joined[1 - c->rank] && !c->abort) nap(500);
-  shm_unlink(c->name);
+  unlink(c->name);
   int is_same = !strcmp(c->shm->host[0], c->shm->host[1]) && !strcmp(c->shm->gpu[0], c->shm->gpu[1]);
   c->state = c->abort || (is_same && !may_share_gpu) ? ncclInvalidUsage : ncclSuccess;
   c->helpers--;
@@ -265,9 +265,10 @@ ncclResult_t ncclCommInitRankConfig(comm_t **out, int count, ncclUniqueId id, in
   c->is_blocking = forced ? atoi(forced) : !config || config->blocking != 0;
   c->rank = rank;
   c->state = ncclInProgress;
-  strcpy(c->name, "/fake-nccl-");
-  for (int i = 0; i < 16; i++) sprintf(c->name + 11 + 2 * i, "%02x", (unsigned char)id.internal[111 + i]);
-  int file = shm_open(c->name, O_CREAT | O_RDWR, 0600);
+  int end = snprintf(c->name, 200, "%s/fake-nccl-", getenv("FAKE_NCCL_FOLDER"));
+  if (end >= 200) return ncclSystemError;
+  for (int i = 0; i < 16; i++) sprintf(c->name + end + 2 * i, "%02x", (unsigned char)id.internal[111 + i]);
+  int file = open(c->name, O_CREAT | O_RDWR, 0600);
   if (file < 0 || ftruncate(file, sizeof(shared_t))) return ncclSystemError;
   c->shm = mmap(NULL, sizeof(shared_t), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);

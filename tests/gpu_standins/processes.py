@@ -102,7 +102,8 @@ def _run(
     scenario: Scenario, settings: tuple[str, str, str, str, str], env: dict[str, str], words: "Connection[Any, Any]"
 ) -> None:
     name, gpu, directory, kind, library = settings
-    os.environ.update(env)
+    # Not in /dev/shm: what a killed process leaves there is a leak to the tests that run beside this one.
+    os.environ.update(env, FAKE_NCCL_FOLDER=directory)
     torch.set_num_threads(1)
     try:
         from tests.gpu_standins import fake_gpu
