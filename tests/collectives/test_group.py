@@ -1,7 +1,9 @@
 """The nodes of a launched program meet, compute together, and learn of each other's ends, as threads and processes."""
 
 import os
+import random
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +28,37 @@ def program_of(count: int, function: Any, *args: Any, **options: Any) -> lp.Prog
 def reduce_once(folder: Path, backend: str) -> None:
     group = Group.meet("ranks", backend=backend)
     total = group.all_reduce({"a": torch.full((3,), float(group.rank)), "b": torch.tensor([group.rank])})
-    (folder / str(group.rank)).write_text(f"{total['a'].tolist()} {total['b'].tolist()}")
+    (folder / str(group.rank)).write_text(f"{total['a'].tolist()} {total['b'].tolist()} {type(group.backend).__name__}")
     group.backend.barrier()
 
 
 @pytest.mark.parametrize(
-    ("mode", "backend"), [("thread", "auto"), ("thread", "direct"), ("process", "auto"), ("process", "direct")]
+    ("mode", "backend", "chosen"),
+    [
+        ("thread", "auto", "InprocBackend"),
+        ("thread", "direct", "DirectBackend"),
+        ("process", "auto", "ShmBackend"),
+        ("process", "direct", "DirectBackend"),
+        ("multi_host", "auto", "DirectBackend"),
+    ],
 )
-def test_nodes_meet_and_add_up(launched: Any, mode: str, backend: str, tmp_path: Path) -> None:
+def test_nodes_meet_and_add_up(launched: Any, mode: str, backend: str, chosen: str, tmp_path: Path) -> None:
     launched(program_of(2, reduce_once, tmp_path, backend), mode).wait(WITHIN_S)
-    assert [(tmp_path / name).read_text() for name in "01"] == ["[1.0, 1.0, 1.0] [1]"] * 2
+    assert [(tmp_path / name).read_text() for name in "01"] == [f"[1.0, 1.0, 1.0] [1] {chosen}"] * 2
 
 
 def die_in_the_first_generation(folder: Path, how: str) -> None:
     group = Group.meet("ranks")
     if group.generation == 0 and group.rank == 1:
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise ValueError("no luck")
+        if how == "raise":
+            raise ValueError("no luck")
+        kill = threading.Timer(random.uniform(0.02, 0.2), os.kill, (os.getpid(), signal.SIGKILL))
+        kill.start()  # in any of the calls below
     while group.generation == 0:
         try:
-            group.backend.barrier()
+            group.all_reduce(torch.ones(10_000))
+            group.all_gather(torch.ones(10))
+            group.backend.agree(1)
         except GenerationOver as error:
             assert "ranks/1" in str(error)
             group = Group.meet("ranks", group.generation + 1)
