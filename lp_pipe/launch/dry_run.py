@@ -8,7 +8,8 @@ from lp_pipe.channels import kinds
 from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.launch.engines import HostOffer, Invitation
 from lp_pipe.launch.hosts.edges import check_channels, check_channels_of_one_host, host_of
-from lp_pipe.launch.hosts.joined_hosts import MultiHostOptions, join_hosts
+from lp_pipe.launch.hosts.host_join import MultiHostOptions
+from lp_pipe.launch.hosts.joined_hosts import join_hosts
 from lp_pipe.launch.hosts.source_tree import SourceTree
 from lp_pipe.launch.options import LaunchOptions
 from lp_pipe.launch.plan.hardware import Hardware, this_host

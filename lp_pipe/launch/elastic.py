@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 from lp_pipe.connections.credentials import generate_credentials
 from lp_pipe.errors import NodeError
 from lp_pipe.launch.hosts.elastic_hosts import ElasticHosts
-from lp_pipe.launch.hosts.joined_hosts import KeptHosts, MultiHostOptions
+from lp_pipe.launch.hosts.host_join import KeptHosts, MultiHostOptions
 from lp_pipe.launch.hosts.tree_store import TreeStore
 from lp_pipe.launch.launcher import check_program, start_run
 from lp_pipe.launch.options import LaunchOptions, with_keywords
@@ -93,14 +93,7 @@ def launch_elastic(make_program: MakeProgram, options: _ElasticOptions) -> "Elas
     folder = make_run_dir(make_program(count.most).name, options.run_dir)  # also: what it raises, it raises here
     credentials = generate_credentials()
     tree = None if host_options.tree is None else TreeStore().kept(host_options.tree)
-    hosts_of_run = ElasticHosts(
-        host_options.engine,
-        credentials,
-        host_options.listen,
-        host_options.interface,
-        host_options.patience,
-        host_options.carrier,
-    )
+    hosts_of_run = ElasticHosts(host_options, credentials)
     options = replace(options, run_dir=folder)
 
     def start(program: Program, agents: Mapping[str, Any], used: int) -> Run:

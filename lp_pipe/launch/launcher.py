@@ -24,7 +24,7 @@ from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog
 
 if TYPE_CHECKING:  # most launches are of one host, and do not need what is for several
-    from lp_pipe.launch.hosts.joined_hosts import MultiHostOptions
+    from lp_pipe.launch.hosts.host_join import MultiHostOptions
 
 
 _MakeHost = Callable[[LaunchPlan, MetricsLog, "MultiHostOptions | None"], tuple[Host, Coordinator]]
@@ -99,7 +99,7 @@ def launch(program: Program, options: _RunOptions) -> Run:
     if mode not in MODES:
         raise ValueError(f"unknown launch mode {mode!r}; known modes: {', '.join(MODES)}")
     if mode == "multi_host":
-        from lp_pipe.launch.hosts.joined_hosts import MultiHostOptions
+        from lp_pipe.launch.hosts.host_join import MultiHostOptions
 
         host_options = MultiHostOptions.of(options)
     elif options.needs_hosts:

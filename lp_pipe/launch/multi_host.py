@@ -22,8 +22,8 @@ from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.hosts import agent_messages
 from lp_pipe.launch.hosts.agent_messages import KillNodes, StartNodes, StopNodes, TerminateNodes, without_code
 from lp_pipe.launch.hosts.host_files import send_tree, ship_local_modules, stop_shipping, warn_of_hosts_apart
-from lp_pipe.launch.hosts.host_join import RemoteAgent
-from lp_pipe.launch.hosts.joined_hosts import JoinedHosts, MultiHostOptions, join_hosts
+from lp_pipe.launch.hosts.host_join import MultiHostOptions, RemoteAgent
+from lp_pipe.launch.hosts.joined_hosts import JoinedHosts, join_hosts
 from lp_pipe.launch.hosts.relocation import Relocation, orphan_s
 from lp_pipe.launch.hosts.shipped_logs import ReceivedLogs
 from lp_pipe.launch.hosts.source_tree import SourceTree

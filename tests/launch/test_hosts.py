@@ -12,7 +12,7 @@ import lp_pipe as lp
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.engines import make_engine
 from lp_pipe.launch.host import Host
-from lp_pipe.launch.hosts.joined_hosts import MultiHostOptions
+from lp_pipe.launch.hosts.host_join import MultiHostOptions
 from lp_pipe.launch.launcher import MODES
 from lp_pipe.launch.mixed import CompositeHost
 from lp_pipe.launch.plan.launch_plan import make_plan

@@ -4,8 +4,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
 
 from lp_pipe.connections import Connection, Frame, Listener, frames, tcp_carriers
 from lp_pipe.connections.credentials import Credentials
@@ -17,6 +18,8 @@ from lp_pipe.launch.hosts import handshake
 from lp_pipe.launch.hosts.agent_messages import Alive
 from lp_pipe.launch.hosts.handshake import Joining, Versions
 from lp_pipe.launch.hosts.network import addresses_for
+from lp_pipe.launch.hosts.source_tree import SourceTree
+from lp_pipe.launch.options import LaunchOptions
 from lp_pipe.launch.supervision.peer import Peer
 from lp_pipe.rpc import codec
 from lp_pipe.telemetry.names import name_list
@@ -43,6 +46,55 @@ class Patience:
             raise ValueError(f"join_timeout={self.join_s!r}: more than 0 seconds, the hosts need some to join")
         if not isinstance(self.silence_s, int | float) or not 1.0 <= self.silence_s <= _MOST_SILENCE_S:
             raise ValueError(f"host_timeout={self.silence_s!r}: from 1 to {_MOST_SILENCE_S:g} seconds")
+
+
+@dataclass(frozen=True)
+class KeptHosts:
+    """Hosts that have joined before, and outlive the program: it runs on the first `used`, the others are spares."""
+
+    host_join: "HostJoin"
+    credentials: Credentials
+    agents: Mapping[str, "RemoteAgent"]
+    used: int
+
+
+@dataclass(frozen=True)
+class MultiHostOptions:
+    """The options of a run on several hosts.
+
+    listen: the address or name by which the hosts reach the launcher, "NAME" or "NAME@BIND"; "": found out.
+    interface: see Invitation.
+    transport: "auto", "tls" or "grpc", what carries all traffic between hosts.
+    tree: sources that every host is given. kept: of an elastic run; None: the program has hosts of its own.
+    """
+
+    engine: Engine
+    listen: str = ""
+    interface: str = ""
+    patience: Patience = field(default_factory=Patience)
+    tree: SourceTree | None = None
+    kept: KeptHosts | None = None
+    transport: str = "auto"
+
+    def __post_init__(self) -> None:
+        tcp_carriers.scheme_of(self.transport)
+
+    @classmethod
+    def of(cls, options: LaunchOptions) -> Self:
+        """Return what the options mean.
+
+        Raises:
+            ValueError: an option is none that there is; as `LaunchOptions.make_engine`.
+            LaunchError: the folder of sources cannot be read.
+        """
+        engine, patience = options.make_engine(), Patience(options.join_timeout, options.host_timeout)
+        tree = None if options.sync is None else SourceTree.of(options.sync)
+        return cls(engine, options.listen, options.interface, patience, tree, transport=options.transport)
+
+    @property
+    def carrier(self) -> str:
+        """The transport's name, where "auto" is the default one."""
+        return "tls" if self.transport == "auto" else self.transport
 
 
 class RemoteAgent(Peer):
@@ -102,26 +154,13 @@ class HostJoin:
     """The hosts of a run, from the start of their agents to their end.
 
     on_lost(agent, why): called in the connection's thread when an agent that had joined is gone.
-
-    listen: the address or name by which the hosts reach the launcher, "NAME" or "NAME@BIND"; "": found out.
-    interface, transport: see Invitation.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        credentials: Credentials,
-        listen: str,
-        interface: str,
-        patience: Patience,
-        transport: str = "tls",
-    ) -> None:
-        self._engine = engine
+    def __init__(self, options: MultiHostOptions, credentials: Credentials) -> None:
+        self._options = options
+        self._engine = options.engine
+        self.patience = options.patience
         self._credentials = credentials
-        self._listen = listen
-        self._interface = interface
-        self._transport = transport
-        self.patience = patience
         self._needs_torch = False
         self._log_dir = ""
         self._agents: dict[str, RemoteAgent] = {}
@@ -225,22 +264,22 @@ class HostJoin:
             2 * self.patience.silence_s
         )  # of the TCP connection; SilenceWatch, which gives a better reason, is to notice first
         try:
-            endpoint = f"{tcp_carriers.scheme_of(self._transport)}{where[0]}"
+            endpoint = f"{tcp_carriers.scheme_of(self._options.carrier)}{where[0]}"
             carrier = tcp_carriers.carrier_of(endpoint)
             listener: Listener = carrier.listen(endpoint, self._accept, self._credentials, silence_s)
         except OSError as error:
-            raise LaunchError(self._why_not_there(error) if self._listen else str(error)) from error
+            raise LaunchError(self._why_not_there(error) if self._options.listen else str(error)) from error
         port = listener.endpoint.rpartition(":")[2]
         addresses = [f"{bracketed(name)}:{port}" for name in where[1]]
         secret = self._credentials.to_bytes()
-        return listener, Invitation(addresses, secret, log_dir, self._interface, self._transport)
+        return listener, Invitation(addresses, secret, log_dir, self._options.interface, self._options.carrier)
 
     def _why_not_there(self, error: OSError) -> str:
         own = ", ".join(addresses_for([])) or "none but its loopback's"
         why = str(getattr(error.__cause__, "strerror", None) or error).partition(" (")[0]
         return (
-            f"--listen={self._listen}: this host cannot listen there: {why}. It has the addresses {own}; where the "
-            "hosts reach it by another one, write --listen=THAT@OWN"
+            f"--listen={self._options.listen}: this host cannot listen there: {why}. It has the addresses {own}; where "
+            "the hosts reach it by another one, write --listen=THAT@OWN"
         )
 
     def _accept(self, connection: Connection) -> None:
@@ -248,8 +287,8 @@ class HostJoin:
 
     def _where(self) -> tuple[str, list[str]]:
         """Return the address to bind, and the names by which agents may try to reach it."""
-        if self._listen:
-            return f"{self._listen}:0", [self._listen.partition("@")[0]]
+        if self._options.listen:
+            return f"{self._options.listen}:0", [self._options.listen.partition("@")[0]]
         if self._engine.is_local:
             return "127.0.0.1:0", ["127.0.0.1"]
         found = addresses_for(self._offers)

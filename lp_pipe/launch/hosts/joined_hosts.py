@@ -2,66 +2,14 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass
 
-from lp_pipe.connections import tcp_carriers
 from lp_pipe.connections.credentials import Credentials
-from lp_pipe.launch.engines import Engine
 from lp_pipe.launch.hosts.edges import check_channels
-from lp_pipe.launch.hosts.host_join import HostJoin, Patience, RemoteAgent
-from lp_pipe.launch.hosts.source_tree import SourceTree
-from lp_pipe.launch.options import LaunchOptions
+from lp_pipe.launch.hosts.host_join import HostJoin, KeptHosts, MultiHostOptions, RemoteAgent
 from lp_pipe.launch.plan.hardware import Hardware
 from lp_pipe.launch.plan.host_placement import HostPlacement, offered, place_on_hosts
 from lp_pipe.launch.plan.launch_plan import LaunchPlan
-
-
-@dataclass(frozen=True)
-class KeptHosts:
-    """Hosts that have joined before, and outlive the program: it runs on the first `used`, the others are spares."""
-
-    host_join: HostJoin
-    credentials: Credentials
-    agents: Mapping[str, RemoteAgent]
-    used: int
-
-
-@dataclass(frozen=True)
-class MultiHostOptions:
-    """listen: by which address the hosts reach the launcher, interface: by which each other; "": found out.
-
-    transport: "auto", "tls" or "grpc", what carries all traffic between hosts.
-    tree: sources that every host is given. kept: of an elastic run; None: the program has hosts of its own.
-    """
-
-    engine: Engine
-    listen: str = ""
-    interface: str = ""
-    patience: Patience = field(default_factory=Patience)
-    tree: SourceTree | None = None
-    kept: KeptHosts | None = None
-    transport: str = "auto"
-
-    def __post_init__(self) -> None:
-        tcp_carriers.scheme_of(self.transport)
-
-    @classmethod
-    def of(cls, options: LaunchOptions) -> Self:
-        """Return what the options mean.
-
-        Raises:
-            ValueError: an option is none that there is; as `LaunchOptions.make_engine`.
-            LaunchError: the folder of sources cannot be read.
-        """
-        engine, patience = options.make_engine(), Patience(options.join_timeout, options.host_timeout)
-        tree = None if options.sync is None else SourceTree.of(options.sync)
-        return cls(engine, options.listen, options.interface, patience, tree, transport=options.transport)
-
-    @property
-    def carrier(self) -> str:
-        """The transport's name, where "auto" is the default one."""
-        return "tls" if self.transport == "auto" else self.transport
 
 
 @dataclass(frozen=True)
@@ -86,9 +34,7 @@ def join_hosts(plan: LaunchPlan, options: MultiHostOptions, credentials: Credent
     """
     if options.kept is not None:
         return _join_kept(plan, options, options.kept)
-    host_join = HostJoin(
-        options.engine, credentials, options.listen, options.interface, options.patience, options.carrier
-    )
+    host_join = HostJoin(options, credentials)
     try:
         agents = host_join.start_and_wait(str(plan.folder.agents), needs_torch="torch" in sys.modules)
         hardware = _hardware_of(agents, host_join)

@@ -12,7 +12,7 @@ from lp_pipe.launch.engines.local import LocalEngine
 from lp_pipe.launch.hosts import handshake
 from lp_pipe.launch.hosts.agent_messages import Alive
 from lp_pipe.launch.hosts.handshake import Joining, Versions
-from lp_pipe.launch.hosts.host_join import HostJoin, Patience
+from lp_pipe.launch.hosts.host_join import HostJoin, MultiHostOptions, Patience
 from lp_pipe.launch.plan.hardware import this_host
 from lp_pipe.rpc import codec
 
@@ -57,7 +57,8 @@ def _is_alive(frame: Frame) -> bool:
 
 def test_who_has_joined_hears_of_the_launcher_while_it_waits_for_others() -> None:
     """An agent that hears nothing for eight seconds takes the launcher for dead; the last host may need a minute."""
-    host_join = HostJoin(OneAfterTheOther(), generate_credentials(), "", "", Patience(join_s=30.0, silence_s=60.0))
+    options = MultiHostOptions(OneAfterTheOther(), patience=Patience(join_s=30.0, silence_s=60.0))
+    host_join = HostJoin(options, generate_credentials())
     try:
         assert list(host_join.start_and_wait("", needs_torch=False)) == ["first", "second"]
     finally:
