@@ -16,6 +16,7 @@ between them cannot do it, and a GPU that CUDA_VISIBLE_DEVICES hides from the re
 the answer. Wherever it does not work, messages go through the host.
 """
 
+import errno
 import logging
 import os
 import pickle
@@ -213,12 +214,13 @@ class IpcSender(TransportSender):
         return slot
 
     def _grow(self, slot: _Slot, size: int) -> None:
-        memory = gpu.memory_on(self._device, size)
         try:
+            memory = gpu.memory_on(self._device, size)
             _, arguments = reductions.reduce_tensor(memory)
             handles = pickle.dumps((list(arguments), slot.event.ipc_handle()))
         except RuntimeError as error:
-            raise NoRoomError(0, f"the GPU's memory cannot be shared: {error}") from error
+            _log.warning("a message of %d bytes goes through the host: no memory of the GPU to share: %s", size, error)
+            raise NoRoomError(errno.ENOMEM, f"no memory of the GPU to share: {error}") from error
         slot.memory, slot.handles = memory, handles
         slot.counters.append(arguments[_COUNTER_ARGUMENTS])
 

@@ -154,6 +154,12 @@ def test_the_host_carries_what_the_receiver_cannot_open(start: Start, obstacle: 
     assert exchange(start, "auto", {"FAKE_IPC": obstacle}) == [False]
 
 
+def test_the_host_carries_a_message_for_which_the_gpu_has_no_memory(start: Start) -> None:
+    receiver = start("b", scenarios.receive_sizes, "auto")
+    start("a", scenarios.send_sizes, "auto", env={"FAKE_FREE_BYTES": "100000"}).result()
+    assert receiver.result() == [2.0 * size for size in scenarios.SIZES]
+
+
 def test_gpus_of_which_each_process_sees_its_own_only_read_each_others_memory(start: Start) -> None:
     start("b", scenarios.echo, "auto", gpu="GPU-1")
     assert start("a", scenarios.exchange, "auto", gpu="GPU-0").result() == [True]

@@ -164,6 +164,8 @@ def _replace_memory() -> None:
     def memory_on(device: torch.device, size: int) -> Tensor:
         if not size:
             return torch.empty(0, dtype=torch.uint8)
+        if size > int(os.environ.get("FAKE_FREE_BYTES", size)):
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
         path = f"{folder}/memory-{os.getpid()}-{next(_numbers)}"
         memory = torch.from_file(path, True, size, dtype=torch.uint8)
         _files[memory.data_ptr()] = path

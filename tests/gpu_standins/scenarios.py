@@ -55,6 +55,22 @@ def exchange(stage: FakeStage) -> list[bool]:
     return ways
 
 
+SIZES = (3, LARGE, 5)
+
+
+def send_sizes(stage: FakeStage) -> None:
+    sender = stage.sender("there", "b")
+    for size in SIZES:
+        sender.send(0, on_gpu(size, 2.0))
+    assert sender.keeps_on_gpu
+    stage.close()
+
+
+def receive_sizes(stage: FakeStage) -> list[float]:
+    receiver = stage.receiver("there")
+    return [float(receiver.receive(0, PATIENCE_S).sum()) for _ in SIZES]
+
+
 def doctor(stage: FakeStage) -> bool:
     """Do what `lp_pipe doctor --gpu` does in its first process."""
     return gpu_checks.carry(stage.directory, stage.kind, DEVICE, on_gpu(1000)).stays_on_gpu
