@@ -49,7 +49,7 @@ class SharedCasts:
     """
 
     def __init__(self) -> None:
-        self._casts: WeakValueDictionary[tuple[int, ...], _Cast] = WeakValueDictionary()
+        self._casts: WeakValueDictionary[tuple[Any, ...], _Cast] = WeakValueDictionary()
 
     def sharing(self) -> AbstractContextManager[Any]:
         """Return a context in which autograd saves shared casts."""
@@ -58,9 +58,10 @@ class SharedCasts:
     def _pack(self, tensor: Tensor) -> _Saved:
         version = version_of(tensor)
         saved, holder = tensor.detach(), None  # detached: a node that saves its own result would keep itself alive
-        parameter = _parameter_behind(tensor)
+        parameter = None if version else _parameter_behind(tensor)  # the layer may have written to its cast
         if parameter is not None:
-            key = id(parameter), version_of(parameter), parameter.data_ptr()
+            cast = tensor if tensor._base is None else tensor._base  # a layer may also cast to another kind or layout
+            key = id(parameter), version_of(parameter), parameter.data_ptr(), tensor.dtype, cast.stride()
             holder = self._casts.get(key)
             if holder is None:
                 holder = self._casts[key] = _Cast(saved)

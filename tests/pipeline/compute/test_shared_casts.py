@@ -49,6 +49,18 @@ class AsksFunc(nn.Linear):
         return super().forward(x) + torch.func.grad(lambda y: (y**2).sum())(x)
 
 
+class CastsItself(nn.Linear):
+    """It makes casts of its own: of another kind, in another layout, and one that it writes to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = torch.nn.functional.linear(x.half(), self.weight.half())
+        turned = self.weight.t().to(torch.bfloat16, memory_format=torch.contiguous_format)
+        written = self.weight.to(torch.bfloat16)
+        with torch.no_grad():
+            written.mul_(2.0)
+        return super().forward(x) + half + x.bfloat16() @ turned + x.bfloat16() @ written
+
+
 class WritesItsResult(nn.Module):
     """exp saves its result, which is not what it was by the backward."""
 
@@ -100,8 +112,9 @@ def trained_in_loop(modules: list[nn.Module], dtype: torch.dtype) -> None:
         ([lambda *_: nn.LayerNorm(WIDTH), nn.Linear, lambda *_: nn.RReLU(), lambda *_: nn.Dropout()], "bf16"),
         ([nn.Linear, WritesItsWeight], "bf16"),
         ([AsksFunc, nn.Linear], "bf16"),
+        ([nn.Linear, CastsItself], "bf16"),
     ],
-    ids=["linear", "twice", "fp16", "lstm", "conv", "norm", "written", "func"],
+    ids=["linear", "twice", "fp16", "lstm", "conv", "norm", "written", "func", "own casts"],
 )
 def test_gradients_have_the_bits_of_autocast_without_its_cache(kinds: list[Any], precision: str) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
