@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lp_pipe.collectives.backend import GenerationOver
@@ -184,13 +185,15 @@ class Replica(NormalizesBatches):
         raise NotSupported("replica.subgroup is not there yet: use collectives of all workers")
 
     @property
-    def process_group(self) -> Any:
-        """Not there yet.
+    def process_group(self) -> dist.ProcessGroup:
+        """A torch process group of all workers, the default one of torch.distributed: for DDP, FSDP2, DCP and others.
+
+        Its sums are in the order of the ranks. After a change of the workers it is another one.
 
         Raises:
-            NotSupported: always.
+            NotSupported: the workers are threads of one process, where torch.distributed has one rank.
         """
-        raise NotSupported("replica.process_group is not there yet")
+        return self._workers.process_group()
 
     def _shards(self, shards: list[Shard]) -> Iterator[Shard]:
         first = self.own_steps.begin_shards({shard.replica: shard.microbatch + 1 for shard in shards})

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lp_pipe.collectives.backend import Backend, Call
 from lp_pipe.collectives.group import Group
+from lp_pipe.collectives.inproc import InprocBackend
+from lp_pipe.collectives.process_group import open_process_group
 from lp_pipe.context import NodeContext
 from lp_pipe.data_parallel.buckets import Exchange
-from lp_pipe.errors import DataParallelError
+from lp_pipe.errors import DataParallelError, NotSupported
 from lp_pipe.membership import Membership
 from lp_pipe.telemetry.events import EventLog
 from lp_pipe.telemetry.run_folder import RunFolder
@@ -57,6 +60,7 @@ class ReplicaWorkers:
         self.node = node
         self._meet = meet
         self._group: Group | None = None
+        self._process_group: dist.ProcessGroup | None = None
 
     @property
     def has_met(self) -> bool:
@@ -101,7 +105,7 @@ class ReplicaWorkers:
         generation = 0
         if self._group is not None:
             generation = self._group.membership.generation + 1
-            self._group.backend.close()
+            self.close()
         self._group = self._meet(generation)
         membership = self._group.membership
         if membership.rank == 0:
@@ -141,7 +145,27 @@ class ReplicaWorkers:
         self.backend.broadcast(data, root, call=_BYTES)
         return value if is_root else torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=False)
 
+    def process_group(self) -> dist.ProcessGroup:
+        """Return torch's process group of this generation; make it if there is none.
+
+        Raises:
+            NotSupported: the workers are threads of one process.
+        """
+        if self._process_group is None:
+            if self.backend.world_size > 1 and isinstance(self.backend, InprocBackend):
+                raise NotSupported(
+                    "replica.process_group: torch.distributed has one rank in a process, and these are threads: "
+                    "launch with mode='process'"
+                )
+            self._process_group = open_process_group(self.backend)
+        return self._process_group
+
     def close(self) -> None:
+        """Let go of the group and its process group."""
+        if self._process_group is not None:
+            self._process_group = None
+            if dist.is_initialized():  # else the user's code has ended it
+                dist.destroy_process_group()
         if self._group is not None:
             self._group.backend.close()
 

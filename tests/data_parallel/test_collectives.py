@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import lp_pipe as lp
@@ -136,3 +138,26 @@ def test_accumulation_and_two_optimizers_do_not_depend_on_the_workers(launched: 
         run(launched, accumulating, str(tmp_path), workers=workers)
     first, *others = [torch.load(file) for file in tmp_path.glob("*.pt")]
     assert len(others) == 5 and all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def use_torchs_group(replica: dp.Replica) -> None:
+    group = replica.process_group
+    assert (dist.get_rank(), dist.get_world_size()) == (replica.rank, 2) and replica.process_group is group
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=group)
+    model(torch.full((1, 2), 1.0 + replica.rank)).sum().backward()
+    (weight,) = model.parameters()
+    assert torch.equal(weight.grad, torch.full((1, 2), 1.5))
+
+
+def test_torchs_wrappers_work_over_the_process_group(launched: Any) -> None:
+    program = lp.Program("replicas")
+    dp.add_replicas(program, use_torchs_group, replicas=2)
+    launched(program, "process").wait(WITHIN_S)
+
+
+def test_threads_have_no_process_group(launched: Any) -> None:
+    program = lp.Program("replicas")
+    dp.add_replicas(program, use_torchs_group, replicas=2)
+    with pytest.raises(lp.NodeError, match="process") as failed:
+        launched(program).wait(WITHIN_S)
+    assert failed.value.type_name == "NotSupported"
