@@ -120,6 +120,7 @@ def test_it_ends_when_all_inner_nodes_have(mode: str) -> None:
     assert row_of(run)["restarts"] == 0
 
 
+@mostly_in_processes
 def test_arguments_are_built_once_and_travel_as_for_any_node(mode: str, tmp_path: Path) -> None:
     factor = 3  # captured: functions travel by value
 
@@ -312,6 +313,7 @@ def test_an_ignored_failure_ends_the_whole_colocation_and_no_other_node(mode: st
     assert "SIGKILL" in row_of(run)["error"]
 
 
+@mostly_in_processes
 def test_threads_and_processes_nest(mode: str, tmp_path: Path) -> None:
     def pids_of(*adders: Any) -> None:
         (tmp_path / "pids").write_text(" ".join(str(adder.pid()) for adder in adders))
@@ -349,6 +351,7 @@ def test_processes_inside_threads(mode: str, tmp_path: Path) -> None:
     assert row_of(run)["state"] == "stopped"
 
 
+@mostly_in_processes
 def test_threads_end_once_the_processes_among_them_have(mode: str) -> None:
     processes = lp.MultiProcessingColocation([lp.PyNode(time.sleep, 0.2), lp.PyNode(dict)])
     run = launched(mode, lp.MultiThreadingColocation([processes, lp.PyNode(dict)]))
@@ -356,6 +359,7 @@ def test_threads_end_once_the_processes_among_them_have(mode: str) -> None:
     assert row_of(run)["state"] == "finished"
 
 
+@mostly_in_processes
 @pytest.mark.parametrize("is_first", [True, False], ids=["processes end first", "threads end first"])
 def test_threads_may_end_with_the_first_processes_included(mode: str, tmp_path: Path, is_first: bool) -> None:
     brief, patient = lp.PyNode(dict), lp.PyClassNode(UntilStop, tmp_path / "a")
@@ -501,6 +505,7 @@ def test_a_template_that_dies_takes_the_colocation_down_as_its_failure(mode: str
     assert caught.value.label == "both"
 
 
+@mostly_in_processes
 def test_the_same_program_may_run_twice_at_a_time(mode: str) -> None:
     colocation = lp.MultiProcessingColocation()
     handle = colocation.add_node(lp.CourierNode(Adder))
