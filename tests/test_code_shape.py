@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lp_pipe"
-MAX_FORWARDERS = 52  # the goal is 40; most are methods of an interface, which a member implements
+MAX_FORWARDERS = 47  # the goal is 40; most are methods of an interface, which a member implements
 SAME_ROLE = {"Ping"}  # a notice between launcher and node, and a command to a stage worker
 SMALL_LINES = 60
 

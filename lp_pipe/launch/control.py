@@ -31,12 +31,15 @@ _log = logging.getLogger(__name__)
 
 
 class Control:
-    """The rpc interface of a run, at a socket that only this user can reach; each connection has one call at a time."""
+    """The rpc interface of a run, at a socket that only this user can reach; each connection has one call at a time.
 
-    def __init__(self, coordinator: Coordinator, host: Host) -> None:
+    is_over: set when nothing of the run is left.
+    """
+
+    def __init__(self, coordinator: Coordinator, host: Host, is_over: threading.Event) -> None:
         self._coordinator = coordinator
         self._host = host
-        self._is_over = threading.Event()
+        self._is_over = is_over
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
         """Return Run.status(), with the "host" of each node."""
@@ -55,9 +58,6 @@ class Control:
     def stacks(self) -> str:
         """Return Run.stacks()."""
         return self._host.stacks()
-
-    def is_over(self) -> None:
-        self._is_over.set()
 
 
 class ControlPoint:
@@ -78,7 +78,8 @@ class ControlPoint:
         self._invocation = current_invocation()
         self._parent = record_in(self._folder.path)
         self._events = EventLog(self._folder.events)
-        self._control = Control(coordinator, host)
+        self._is_over = threading.Event()
+        self._control = Control(coordinator, host, self._is_over)
         self._server: Server | None = None
         self._entry: Entry | None = None
         self._own_dir = ""
@@ -105,7 +106,7 @@ class ControlPoint:
 
     def close(self, outcome: Outcome) -> None:
         """Record the end, once nothing of the run is left, and answer the commands that wait for it."""
-        self._control.is_over()
+        self._is_over.set()
         if self._sources.ident is not None:
             self._sources.join()
         if not self._has_started:

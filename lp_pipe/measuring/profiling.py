@@ -215,7 +215,7 @@ def others_busy(work: Work, count: int, limit_s: float = _LIMIT_S) -> Iterator[N
         others = [run.client(handle) for handle in handles]
         try:
             for other in others:
-                other.wait_until_warm()
+                other.rounds_done()
             yield
             for other in others:
                 other.rounds_done()
@@ -246,12 +246,9 @@ class Busy:
                 rounds.run()
                 self._rounds_done += 1
 
-    def wait_until_warm(self) -> None:
-        """Wait until the rounds have begun."""
-        self._is_warm.wait()
-
     def rounds_done(self) -> int:
-        """Return how many rounds are done so far."""
+        """Return how many rounds are done so far, once they have begun."""
+        self._is_warm.wait()
         return self._rounds_done
 
 

@@ -149,7 +149,7 @@ class PipelineClient:
         It equals to the bit that of `with torch.no_grad(): model.eval()(input)`, with as many torch threads. (With
         gradients on, torch may use other kernels: nn.TransformerEncoderLayer does, and has other last bits.)
         """
-        return self._conductor.forward(input)
+        return self._conductor.forward_many([input])[0]
 
     def forward_stream(self, inputs: Iterable[Any], *, in_flight: int | None = None) -> Iterator[Any]:
         """Yield the model's outputs in eval mode, in the order of the inputs.

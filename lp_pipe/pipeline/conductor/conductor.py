@@ -151,12 +151,8 @@ class Conductor:
         self._evaluations[number].end()
         return self._results_of_evaluations[number]
 
-    def forward(self, value: Any) -> Any:
-        """Return the model's output in eval mode."""
-        return self.forward_many([value])[0]
-
     def forward_many(self, values: Sequence[Any]) -> list[Any]:
-        """Return the outputs for several inputs, which follow each other through the stages."""
+        """Return the outputs in eval mode for several inputs, which follow each other through the stages."""
         return self._in_turn(lambda: self._outputs(values), only_reads=True)
 
     def worker_count(self) -> int:

@@ -36,7 +36,6 @@ from lp_pipe.pipeline.protocol import (
     Report,
     RestoreSettings,
     SearchNonFinite,
-    Settings,
     ShareTiedWeights,
     StartMetering,
     StepTask,
@@ -46,7 +45,6 @@ from lp_pipe.pipeline.protocol import (
     UpdateProgress,
     WorkerInfo,
 )
-from lp_pipe.pipeline.results import StageMemory
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
 from lp_pipe.pipeline.worker.async_worker import AsyncWorker, Lookahead, NoLookahead
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
@@ -152,9 +150,9 @@ class StageWorker(CommandService):
                     Discard.by(self.discard),
                     Abort.by(self.abort),
                     StartMetering.by(self.start_metering),
-                    StopMetering.by(self.stop_metering),
+                    StopMetering.by(lambda _: self._metering.stop()),
                     ChangeModules.by(self.change_modules),
-                    GetSettings.by(self.get_settings),
+                    GetSettings.by(lambda _: self._settings.changed()),
                     RestoreSettings.by(self.restore_settings),
                 ]
             )
@@ -243,9 +241,6 @@ class StageWorker(CommandService):
         self._lookahead.discard()  # forwards that were done ahead have not been measured
         self._metering.start()
 
-    def stop_metering(self, _: StopMetering) -> StageMemory:
-        return self._metering.stop()
-
     def change_modules(self, command: ChangeModules) -> Any:
         self._restart_check.note_change()
         self._lookahead.discard()
@@ -254,9 +249,6 @@ class StageWorker(CommandService):
             result = self._settings.apply(command.change)
         self._note_changed_modules()
         return to_host(result, self.device)
-
-    def get_settings(self, _: GetSettings) -> Settings:
-        return self._settings.changed()
 
     def restore_settings(self, command: RestoreSettings) -> bool:
         self._settings.restore(command.settings)
