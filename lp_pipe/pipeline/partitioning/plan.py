@@ -1,6 +1,6 @@
 """Plans, which are what `partition` returns: stages, layers by name, replicas and predicted times. Needs no torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -185,34 +185,29 @@ def _stage(table: Any, where: str) -> PlannedStage:
         replicas,
         **seconds,
         recompute=recompute,
-        devices=_devices(table, replicas, where),
-        hosts=_hosts(table, replicas, where),
+        devices=_one_each(table, "devices", _is_device, "whole numbers of at least 0", replicas, where),
+        hosts=_one_each(table, "hosts", _is_host, "names, or whole numbers of at least 0", replicas, where),
     )
 
 
-def _devices(table: dict[str, Any], replicas: int, where: str) -> tuple[int, ...]:
-    devices = table.get("devices", [])
-    if not isinstance(devices, list) or not all(type(device) is int and device >= 0 for device in devices):
-        raise PartitionError(f"{where}: devices: must be a list of whole numbers of at least 0, not {devices!r}")
-    if len(devices) not in (0, replicas):
-        raise PartitionError(f"{where}: devices: must name one for each of {replicas} replicas, not {len(devices)}")
-    return tuple(devices)
+def _one_each(
+    table: dict[str, Any], key: str, is_valid: Callable[[Any], bool], what: str, replicas: int, where: str
+) -> tuple[Any, ...]:
+    """Return the list under `key`, which has a value for each replica, or is empty."""
+    found = table.get(key, [])
+    if not isinstance(found, list) or not all(map(is_valid, found)):
+        raise PartitionError(f"{where}: {key}: must be a list of {what}, not {found!r}")
+    if len(found) not in (0, replicas):
+        raise PartitionError(f"{where}: {key}: must name one for each of {replicas} replicas, not {len(found)}")
+    return tuple(found)
 
 
-def _hosts(table: dict[str, Any], replicas: int, where: str) -> tuple[int | str, ...]:
-    hosts = table.get("hosts", [])
-    if not isinstance(hosts, list) or not all(_is_host(host) for host in hosts):
-        raise PartitionError(
-            f"{where}: hosts: must be a list with a name or a whole number of at least 0 for each replica, not "
-            f"{hosts!r}"
-        )
-    if len(hosts) not in (0, replicas):
-        raise PartitionError(f"{where}: hosts: must name one for each of {replicas} replicas, not {len(hosts)}")
-    return tuple(hosts)
+def _is_device(device: Any) -> bool:
+    return type(device) is int and device >= 0
 
 
 def _is_host(host: Any) -> bool:
-    return host != "" if isinstance(host, str) else type(host) is int and host >= 0
+    return host != "" if isinstance(host, str) else _is_device(host)
 
 
 def _tables(table: dict[str, Any], key: str, where: str) -> list[Any]:
