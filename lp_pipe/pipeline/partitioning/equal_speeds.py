@@ -25,120 +25,6 @@ from lp_pipe.pipeline.partitioning.states import Floats, States
 from lp_pipe.pipeline.partitioning.timed_stages import TimedStage, recomputed, timed_stages
 from lp_pipe.pipeline.partitioning.topology import Level
 
-MOST_WORK = 2e8  # numbers that a search may compare, which takes a second or two
-
-
-def work(states: int, levels: tuple[Level, ...], memory: Memory | None) -> float:
-    """Return about how many numbers a search compares."""
-    total = 0.0
-    devices = 1
-    for depth, level in enumerate(levels, start=1):
-        is_top = depth == len(levels)
-        inner, devices = devices, devices * level.count
-        pairs = states**2 / 2 if is_top else states**3 / 6
-        if memory is None:
-            counts = [1] * level.count
-        else:
-            # By devices used and devices behind: how many devices the first stage may have with r replicas.
-            tables = 1 if is_top else _behind(levels, depth)
-            used = np.arange(1, devices + 1)
-            counts = [tables * int(np.minimum(used // r, inner).sum()) for r in range(1, level.count + 1)]
-        for r, count in enumerate(counts, start=1):
-            columns = 1 if memory is not None and depth == 1 else level.count - r + 1
-            # Each call of numpy costs as much as some thousand numbers.
-            total += count * (pairs * columns + 2000 * states)
-        if is_top and memory is None and depth == 1:
-            total -= pairs * level.count * (level.count + 1) / 2  # where a window of the table is enough
-    return total
-
-
-def _behind(levels: tuple[Level, ...], depth: int) -> int:
-    """Return how many numbers of devices may be behind each replica that the levels above `depth` make."""
-    devices, copies = (int(np.prod([level.count for level in some])) for some in (levels, levels[depth:]))
-    return sum(-(-devices // replicas) for replicas in range(1, copies + 1))
-
-
-def affordable(states: int, most: int, levels: tuple[Level, ...], memory: Memory | None) -> int | None:
-    """Return how many states can be searched in seconds; None: all `states` can.
-
-    most: states that are each within the next, of which the result is a part.
-    """
-    most_work = MOST_WORK if memory is None else 2 * MOST_WORK  # tables of limited memory are small and fast
-    if work(states, levels, memory) <= most_work:
-        return None
-    count = most
-    while count > 2 and work(count, levels, memory) > most_work:
-        count = max(2, int(count * 0.95))
-    return count
-
-
-def near(cuts: Sequence[int], count: int, kept: int) -> list[int]:
-    """Return the `kept` of the first `count` numbers that are nearest to the cuts, with the first and the last."""
-    distances = np.abs(np.arange(count)[:, None] - np.array(cuts)[None, :]).min(axis=1)
-    distances[[0, -1]] = 0
-    return sorted(int(number) for number in np.argsort(distances, kind="stable")[:kept])
-
-
-def evenly(count: int, kept: int) -> list[int]:
-    """Return `kept` of the first `count` numbers, evenly spaced, with the first and the last."""
-    return [int(number) for number in np.linspace(0, count - 1, kept).astype(int)]
-
-
-# Search for the fastest plan of a chain on one level within a limited memory.
-#
-# The slowest stage or side of the fastest plan takes least. Whether a plan is as fast as some time is a question
-# for `min_devices`: for all cuts of a thousand layers, and all replicas on 64 devices, it takes some hundredths of a
-# second. So the time between what no plan beats and what a known plan takes is halved until nothing lies between.
-
-_ANY = sys.float_info.max  # seconds: whatever it takes
-_GROUP_ROUNDING = 1e-6
-
-
-def min_time(states: States, level: Level, model: CostModel, memory: Memory, max_replicas: int) -> ChainPlan:
-    """Return the best plan, with its seconds as `most`; without cuts where none fits the memory."""
-    demand = StageSeconds(states, level, model, memory, max_replicas)
-    known = min_devices(states, demand, _ANY)
-    if not known.cuts:
-        return known
-    least = float(states.compute[-1]) / level.count
-    return search_min_limit(states, demand, known, least, ATTEMPTS)[0]
-
-
-class StageSeconds:
-    """The demand of seconds: what stages and sides of boundaries take.
-
-    below: plans that take longer are left out.
-    """
-
-    def __init__(self, states: States, level: Level, model: CostModel, memory: Memory, max_replicas: int) -> None:
-        self._states = states
-        self._level = level
-        self._model = model
-        self._memory = memory
-        self.pairs = Pairs(level.count, min(max_replicas, level.count))
-        self._held = HeldByPair(memory, self.pairs)
-        replicas = np.arange(1, self.pairs.max_replicas + 1)
-        self.sides: Floats = model.boundary(states.crossing[:, None], replicas, level)
-        self._leave_out(_ANY)
-
-    def stages(self, start: int, ends: Ints, places: Ints) -> Floats:
-        """Return the seconds of stages; inf where they do not fit."""
-        parameters = between(self._states.parameters, start, ends)
-        compute = seconds_on_device(self._states, self._memory, start, ends, self._held.at(places))
-        seconds: Floats = self._model.stage(compute, parameters, self.pairs.replicas[places], self._level)
-        return seconds
-
-    def below(self, known: float) -> Demand:
-        """Leave out plans that take longer: a device has no more to compute, so that more devices are needed."""
-        self._leave_out(known)
-        return self
-
-    def _leave_out(self, known: float) -> None:
-        of_device, compute = max(known, np.finfo(np.float64).tiny), self._states.compute
-        self.least_before: Ints = np.ceil(compute / of_device - _GROUP_ROUNDING).astype(int)
-        self.least_behind: Ints = np.ceil((compute[-1] - compute) / of_device - _GROUP_ROUNDING).astype(int)
-
-
 WINDOWED_STATES = 200  # with more states a plan is searched first that bounds the search of tables
 _ROUNDING = 1 + 1e-9
 
@@ -270,3 +156,117 @@ def _flat(levels: tuple[Level, ...]) -> Level:
     """
     devices = int(np.prod([level.count for level in levels]))
     return Level("all", devices, max(level.bandwidth for level in levels))
+
+
+MOST_WORK = 2e8  # numbers that a search may compare, which takes a second or two
+
+
+def work(states: int, levels: tuple[Level, ...], memory: Memory | None) -> float:
+    """Return about how many numbers a search compares."""
+    total = 0.0
+    devices = 1
+    for depth, level in enumerate(levels, start=1):
+        is_top = depth == len(levels)
+        inner, devices = devices, devices * level.count
+        pairs = states**2 / 2 if is_top else states**3 / 6
+        if memory is None:
+            counts = [1] * level.count
+        else:
+            # By devices used and devices behind: how many devices the first stage may have with r replicas.
+            tables = 1 if is_top else _behind(levels, depth)
+            used = np.arange(1, devices + 1)
+            counts = [tables * int(np.minimum(used // r, inner).sum()) for r in range(1, level.count + 1)]
+        for r, count in enumerate(counts, start=1):
+            columns = 1 if memory is not None and depth == 1 else level.count - r + 1
+            # Each call of numpy costs as much as some thousand numbers.
+            total += count * (pairs * columns + 2000 * states)
+        if is_top and memory is None and depth == 1:
+            total -= pairs * level.count * (level.count + 1) / 2  # where a window of the table is enough
+    return total
+
+
+def _behind(levels: tuple[Level, ...], depth: int) -> int:
+    """Return how many numbers of devices may be behind each replica that the levels above `depth` make."""
+    devices, copies = (int(np.prod([level.count for level in some])) for some in (levels, levels[depth:]))
+    return sum(-(-devices // replicas) for replicas in range(1, copies + 1))
+
+
+def affordable(states: int, most: int, levels: tuple[Level, ...], memory: Memory | None) -> int | None:
+    """Return how many states can be searched in seconds; None: all `states` can.
+
+    most: states that are each within the next, of which the result is a part.
+    """
+    most_work = MOST_WORK if memory is None else 2 * MOST_WORK  # tables of limited memory are small and fast
+    if work(states, levels, memory) <= most_work:
+        return None
+    count = most
+    while count > 2 and work(count, levels, memory) > most_work:
+        count = max(2, int(count * 0.95))
+    return count
+
+
+def near(cuts: Sequence[int], count: int, kept: int) -> list[int]:
+    """Return the `kept` of the first `count` numbers that are nearest to the cuts, with the first and the last."""
+    distances = np.abs(np.arange(count)[:, None] - np.array(cuts)[None, :]).min(axis=1)
+    distances[[0, -1]] = 0
+    return sorted(int(number) for number in np.argsort(distances, kind="stable")[:kept])
+
+
+def evenly(count: int, kept: int) -> list[int]:
+    """Return `kept` of the first `count` numbers, evenly spaced, with the first and the last."""
+    return [int(number) for number in np.linspace(0, count - 1, kept).astype(int)]
+
+
+# Search for the fastest plan of a chain on one level within a limited memory.
+#
+# The slowest stage or side of the fastest plan takes least. Whether a plan is as fast as some time is a question
+# for `min_devices`: for all cuts of a thousand layers, and all replicas on 64 devices, it takes some hundredths of a
+# second. So the time between what no plan beats and what a known plan takes is halved until nothing lies between.
+
+_ANY = sys.float_info.max  # seconds: whatever it takes
+_GROUP_ROUNDING = 1e-6
+
+
+def min_time(states: States, level: Level, model: CostModel, memory: Memory, max_replicas: int) -> ChainPlan:
+    """Return the best plan, with its seconds as `most`; without cuts where none fits the memory."""
+    demand = StageSeconds(states, level, model, memory, max_replicas)
+    known = min_devices(states, demand, _ANY)
+    if not known.cuts:
+        return known
+    least = float(states.compute[-1]) / level.count
+    return search_min_limit(states, demand, known, least, ATTEMPTS)[0]
+
+
+class StageSeconds:
+    """The demand of seconds: what stages and sides of boundaries take.
+
+    below: plans that take longer are left out.
+    """
+
+    def __init__(self, states: States, level: Level, model: CostModel, memory: Memory, max_replicas: int) -> None:
+        self._states = states
+        self._level = level
+        self._model = model
+        self._memory = memory
+        self.pairs = Pairs(level.count, min(max_replicas, level.count))
+        self._held = HeldByPair(memory, self.pairs)
+        replicas = np.arange(1, self.pairs.max_replicas + 1)
+        self.sides: Floats = model.boundary(states.crossing[:, None], replicas, level)
+        self._leave_out(_ANY)
+
+    def stages(self, start: int, ends: Ints, places: Ints) -> Floats:
+        """Return the seconds of stages; inf where they do not fit."""
+        parameters = between(self._states.parameters, start, ends)
+        compute = seconds_on_device(self._states, self._memory, start, ends, self._held.at(places))
+        seconds: Floats = self._model.stage(compute, parameters, self.pairs.replicas[places], self._level)
+        return seconds
+
+    def below(self, known: float) -> Demand:
+        """Leave out plans that take longer: a device has no more to compute, so that more devices are needed."""
+        self._leave_out(known)
+        return self
+
+    def _leave_out(self, known: float) -> None:
+        of_device, compute = max(known, np.finfo(np.float64).tiny), self._states.compute
+        self.least_before: Ints = np.ceil(compute / of_device - _GROUP_ROUNDING).astype(int)
+        self.least_behind: Ints = np.ceil((compute[-1] - compute) / of_device - _GROUP_ROUNDING).astype(int)
