@@ -25,8 +25,7 @@ from lp_pipe.connections import tls  # noqa: F401 - so that it counts as importe
 from lp_pipe.launch import multi_host
 from lp_pipe.launch.engines import Engine, HostOffer, Invitation, StartedAgent
 from lp_pipe.launch.hangs.hang_watch import HangWatch
-from lp_pipe.launch.hosts.host_join import Patience
-from lp_pipe.launch.multi_host import MultiHostOptions
+from lp_pipe.launch.hosts.host_join import MultiHostOptions, Patience
 from lp_pipe.launch.plan.launch_plan import make_plan
 from lp_pipe.launch.run import Run
 from lp_pipe.telemetry.metrics import MetricsLog
