@@ -233,23 +233,9 @@ class Conductor:
         """Return the number of finished steps, which is the index of the next one."""
         return self._in_turn(lambda: self._steps.done, may_be_inconsistent=True)
 
-    def _in_turn(
-        self,
-        operation: Callable[[], T],
-        *,
-        may_be_inconsistent: bool = False,
-        may_run_on: bool = False,
-        only_reads: bool = False,
-    ) -> T:
-        """Run an operation after those before it.
-
-        may_be_inconsistent: allow it while the stages are not at the same step.
-        may_run_on: allow it while a step that was begun ahead is going on.
-        only_reads: the operation reads the stages' weights; while they are inconsistent there is a warning.
-        """
-        return self._begin_in_turn(
-            operation, may_be_inconsistent=may_be_inconsistent, may_run_on=may_run_on, only_reads=only_reads
-        ).result()
+    def _in_turn(self, operation: Callable[[], T], **options: bool) -> T:
+        """Run an operation after those before it. options: as for `_begin_in_turn`."""
+        return self._begin_in_turn(operation, **options).result()
 
     def _begin_in_turn(
         self,
@@ -259,6 +245,13 @@ class Conductor:
         may_run_on: bool = False,
         only_reads: bool = False,
     ) -> "Future[T]":
+        """Let an operation run after those before it.
+
+        may_be_inconsistent: allow it while the stages are not at the same step.
+        may_run_on: allow it while a step that was begun ahead is going on.
+        only_reads: the operation reads the stages' weights; while they are inconsistent there is a warning.
+        """
+
         def in_order() -> T:
             if not may_be_inconsistent:
                 self._steps.check_consistent(only_reads=only_reads)

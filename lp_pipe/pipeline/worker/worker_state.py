@@ -1,6 +1,7 @@
 """The state of a stage worker: what checkpoints and mirrors keep, and what they bring back."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from lp_pipe.training.device import to_host
 from lp_pipe.training.write_tracker import WriteTracker
 
 
+@dataclass(eq=False)
 class WorkerState:
     """Parameters, buffers, optimizer, scheduler, settings of modules, and an asynchronous schedule's older weights.
 
@@ -40,27 +42,16 @@ class WorkerState:
     lookahead: the worker sets a new one whenever it connects its channels.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        training: Training,
-        loss: StageLoss,
-        settings: ModuleSettings,
-        writes: WriteTracker,
-        microbatch_source: MicrobatchSource,
-        restart_check: RestartCheck,
-        device: torch.device,
-    ) -> None:
-        self._stages = stages
-        self._training = training
-        self._loss = loss
-        self._settings = settings
-        self._writes = writes
-        self._microbatch_source = microbatch_source
-        self._restart_check = restart_check
-        self._device = device
-        self.lookahead: Lookahead = NoLookahead()
-        self._read: Saved | None = None  # by ReadCheckpoint, for AdoptCheckpoint
+    stages: Mapping[int, Stage]
+    training: Training
+    loss: StageLoss
+    settings: ModuleSettings
+    writes: WriteTracker
+    microbatch_source: MicrobatchSource
+    restart_check: RestartCheck
+    device: torch.device
+    lookahead: Lookahead = field(default_factory=NoLookahead)
+    _read: Saved | None = None  # by ReadCheckpoint, for AdoptCheckpoint
 
     def handlers(self) -> Handlers:
         return dict(
@@ -79,25 +70,25 @@ class WorkerState:
 
     def snapshot(self) -> Saved:
         """Return the state, not copied, on the host: the worker that guards this one may see no GPU."""
-        self._writes.check()
+        self.writes.check()
         saved = Saved(
             weights=self._on_host(),
-            optimizer=self._training.optimizer_state(),
-            lr_scheduler=self._training.scheduler_state(),
+            optimizer=self.training.optimizer_state(),
+            lr_scheduler=self.training.scheduler_state(),
             versions=self.lookahead.versions(),
-            loss=self._loss.state(),
+            loss=self.loss.state(),
             formats=self._formats(),
-            scheduler_kind=self._training.scheduler_kind(),
+            scheduler_kind=self.training.scheduler_kind(),
         )
-        return Saved(*to_host(saved, self._device))._replace(settings=self._settings.changed())
+        return Saved(*to_host(saved, self.device))._replace(settings=self.settings.changed())
 
     def restore(self, saved: Saved) -> None:
         """Go on from a state that `snapshot` returned, here or on workers with other stages."""
-        self._microbatch_source.drop_prefetched()
+        self.microbatch_source.drop_prefetched()
         self._load(with_formats(saved.weights, saved.formats))
-        self._training.restore(saved)
-        self._loss.restore(saved.loss)
-        self._settings.restore(saved.settings or {})
+        self.training.restore(saved)
+        self.loss.restore(saved.loss)
+        self.settings.restore(saved.settings or {})
         self.lookahead.restore(saved.versions)
 
     def get(self, _: GetState) -> dict[str, Tensor]:
@@ -115,7 +106,7 @@ class WorkerState:
     def read_checkpoint(self, command: ReadCheckpoint) -> dict[str, list[str]]:
         from lp_pipe.pipeline.saving.dcp_reading import SavedFolder
 
-        own, parameters = self._own(), self._training.named_parameters
+        own, parameters = self._own(), self.training.named_parameters
         folder = SavedFolder(Path(command.path))
         saved = joined(folder.read(key for key in folder.keys if is_of(key, own, parameters)))
         kept: dict[str, list[str]] = {}
@@ -131,7 +122,7 @@ class WorkerState:
                 ),
             }
             saved = saved.keeping({name: own[name] for names in kept.values() for name in names})
-        fresh = self._training.check(saved)
+        fresh = self.training.check(saved)
         kept["parameters were not trained in the checkpoint, and begin with fresh optimizer state"] = fresh
         self._read = saved
         return {reason: names for reason, names in kept.items() if names}
@@ -142,35 +133,35 @@ class WorkerState:
         self.restore(saved)
 
     def scheduler_kind(self, _: GetSchedulerKind) -> SchedulerKind | None:
-        kind = self._training.scheduler_kind()
-        return SchedulerKind(kind, self._training.waits_for_metric) if kind is not None else None
+        kind = self.training.scheduler_kind()
+        return SchedulerKind(kind, self.training.waits_for_metric) if kind is not None else None
 
     def step_scheduler(self, command: StepScheduler) -> None:
-        self._restart_check.check_joined()  # no channel is used that would tell of a restart
-        self._restart_check.note_change()
-        self._training.step_scheduler_by(command.metric)
+        self.restart_check.check_joined()  # no channel is used that would tell of a restart
+        self.restart_check.note_change()
+        self.training.step_scheduler_by(command.metric)
 
     def learning_rates(self, _: GetLearningRates) -> dict[str, float]:
-        self._restart_check.check_joined()
-        return self._training.learning_rates()
+        self.restart_check.check_joined()
+        return self.training.learning_rates()
 
     def _own(self) -> dict[str, Tensor]:
-        return {name: value for stage in self._stages.values() for name, value in stage.state_dict().items()}
+        return {name: value for stage in self.stages.values() for name, value in stage.state_dict().items()}
 
     def _on_host(self) -> dict[str, Tensor]:
-        self._restart_check.check_joined()
+        self.restart_check.check_joined()
         with self.lookahead.between_steps():
-            return dict(to_host(self._own(), self._device))
+            return dict(to_host(self._own(), self.device))
 
     def _formats(self) -> dict[str, int]:
-        return {name: version for stage in self._stages.values() for name, version in stage.formats().items()}
+        return {name: version for stage in self.stages.values() for name, version in stage.formats().items()}
 
     def _loadable(self, state: dict[str, Tensor]) -> set[str]:
-        return accepted_by_modules([named for stage in self._stages.values() for named in stage.named_layers()], state)
+        return accepted_by_modules([named for stage in self.stages.values() for named in stage.named_layers()], state)
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        self._restart_check.note_change()
+        self.restart_check.note_change()
         self.lookahead.forget_versions()
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             stage.load_state_dict(state)
-        self._writes.note_loaded()
+        self.writes.note_loaded()
