@@ -448,9 +448,9 @@ def test_a_process_that_reports_in_after_the_stop_is_told_so_before_what_it_is_t
         send(stream, notice, payload)
 
     said: list[str] = []
-    on_hello, send = ProcessHost._on_hello, NodeLink.send
+    on_hello, send = ProcessHost._on_hello, NodeLink.tell_if_open
     monkeypatch.setattr(ProcessHost, "_on_hello", stopped)
-    monkeypatch.setattr(NodeLink, "send", noted)
+    monkeypatch.setattr(NodeLink, "tell_if_open", noted)
     program = lp.Program("late")
     program.add_node(lp.PyNode((tmp_path / "has run").touch), label="node")
     lp.launch(program, "process").wait(WITHIN_S)
