@@ -42,7 +42,8 @@ _DESCRIPTORS_PER_NODE = 3  # two for its output, one for its stream
 _OWN_DESCRIPTORS = 8
 # Slow to import and safe to fork. The template loads those that the launching process has loaded.
 _STAGES = "lp_pipe.pipeline.worker.worker"
-_WORTH_PRELOADING = ("numpy", "torch", "torch.optim", "torch.utils._pytree", _STAGES)
+_REPLICAS = "lp_pipe.data_parallel.add"
+_WORTH_PRELOADING = ("numpy", "torch", "torch.optim", "torch.utils._pytree", _STAGES, _REPLICAS)
 # Creating a torch optimizer imports this module, which takes as long as torch itself, and 70 MB. The launching process
 # creates no optimizer, and so has not imported it.
 _FOR_OPTIMIZERS = "torch._dynamo"
@@ -217,11 +218,11 @@ def loaded_here() -> list[str]:
 
 
 def _with_optimizers(modules: Sequence[str]) -> list[str]:
-    """Add the module that stages' optimizers need, but not on a host with GPUs.
+    """Add the module that the optimizers of stages and replicas need, but not on a host with GPUs.
 
     There it might initialize CUDA, and processes forked after that cannot use it.
     """
-    is_needed = _STAGES in modules and not this_host().gpus
+    is_needed = not {_STAGES, _REPLICAS}.isdisjoint(modules) and not this_host().gpus
     return [*modules, _FOR_OPTIMIZERS] if is_needed else [*modules]
 
 
