@@ -6,24 +6,28 @@ speak.
 """
 
 import threading
+import time
 from collections.abc import Callable
+
+from lp_pipe.connections import io_thread
 
 TICKS = 4
 
 
 class SilenceWatch:
-    """Calls `on_silence` once when nothing arrived for `timeout_s` while a thread was waiting to read.
+    """Calls `on_silence` once, in a thread, when nothing arrived for `timeout_s` while a thread was waiting to read.
 
     For carriers that do not limit the time of a read.
     """
 
     def __init__(self, timeout_s: float, on_silence: Callable[[], None], name: str) -> None:
-        self._timeout_s = timeout_s
+        self._pause_s = timeout_s / TICKS
         self._on_silence = on_silence
-        self._is_listening = False
-        self._heard = 0
-        self._is_ended = threading.Event()
-        threading.Thread(target=self._watch, name=f"silence {name}", daemon=True).start()
+        self._name = name
+        self._is_listening = self._is_over = False
+        self._heard = self._silent_ticks = 0
+        self._heard_at_tick = -1
+        io_thread.shared.at(time.monotonic() + self._pause_s, self._tick)
 
     def listening(self) -> None:
         """Count silence from now on."""
@@ -35,14 +39,15 @@ class SilenceWatch:
         self._heard += 1
 
     def end(self) -> None:
-        self._is_ended.set()
+        self._is_over = True
 
-    def _watch(self) -> None:
-        silent_ticks, heard = 0, -1
-        while not self._is_ended.wait(self._timeout_s / TICKS):
-            is_silent = self._is_listening and self._heard == heard
-            silent_ticks = silent_ticks + 1 if is_silent else 0
-            heard = self._heard
-            if silent_ticks == TICKS:
-                self._on_silence()
-                return
+    def _tick(self) -> None:
+        if self._is_over:
+            return
+        is_silent = self._is_listening and self._heard == self._heard_at_tick
+        self._silent_ticks = self._silent_ticks + 1 if is_silent else 0
+        self._heard_at_tick = self._heard
+        if self._silent_ticks == TICKS:
+            threading.Thread(target=self._on_silence, name=f"silence {self._name}", daemon=True).start()
+        else:
+            io_thread.shared.at(time.monotonic() + self._pause_s, self._tick)

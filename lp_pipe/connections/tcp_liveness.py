@@ -6,14 +6,17 @@ This says nothing about processes: the kernel also acknowledges for one that a d
 
 import contextlib
 import errno
+import functools
 import os
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
+from lp_pipe.connections import io_thread
 from lp_pipe.private_python import release_if_held_here
 
 IS_SUPPORTED = hasattr(socket, "TCP_INFO") and hasattr(socket, "TCP_KEEPIDLE")
@@ -45,18 +48,15 @@ class _WatchedSocket(NamedTuple):
 
 
 class TcpLiveness:
-    """A thread, one per process, that checks all connections."""
+    """The checks of all connections, each from time to time in the I/O thread."""
 
     def __init__(self) -> None:
         self._reset()
-        os.register_at_fork(after_in_child=self._reset)  # the child has no such thread
+        os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
         self._lock = threading.RLock()
-        self._has_changed = threading.Condition(self._lock)
         self._watched: dict[int, _WatchedSocket] = {}
-        self._pause_s = 1.0
-        self._is_running = False
 
     def recover(self) -> None:
         """Release the lock if an exception interrupted the calling thread while it held it."""
@@ -70,36 +70,27 @@ class TcpLiveness:
         if not IS_SUPPORTED:
             return
         pause_s = silence_s * _PROBES_SHARE
-        is_probed = _probe(sock, pause_s)
+        is_probed, limit_ms = _probe(sock, pause_s), 1000 * silence_s * _LIMIT_SHARE
+        one = _WatchedSocket(weakref.ref(sock), limit_ms, is_probed, weakref.WeakMethod(on_silence))
+        self._check_later(pause_s, id(sock), one)
         with self._lock:
-            self._pause_s = min(self._pause_s, pause_s) if self._watched else pause_s
-            limit_ms = 1000 * silence_s * _LIMIT_SHARE
-            self._watched[id(sock)] = _WatchedSocket(
-                weakref.ref(sock), limit_ms, is_probed, weakref.WeakMethod(on_silence)
-            )
-            self._has_changed.notify()  # the thread may be about to sleep for longer
-            if not self._is_running:
-                threading.Thread(target=self._run, name="tcp liveness", daemon=True).start()
-                self._is_running = True  # set after the start: the system may be out of threads
+            self._watched[id(sock)] = one
 
     def forget(self, sock: socket.socket) -> None:
         """Stop watching."""
         with self._lock:
             self._watched.pop(id(sock), None)
-            if not self._watched:
-                self._has_changed.notify()
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._has_changed.wait(self._pause_s)
-                if not self._watched:
-                    self._is_running = False
-                    return
-                watched = list(self._watched.items())
-            for key, one in watched:
-                if self._is_lost(key, one) and (on_silence := one.on_silence()) is not None:
-                    on_silence()
+    def _check_later(self, pause_s: float, key: int, one: _WatchedSocket) -> None:
+        check = functools.partial(self._check, pause_s, key, one)
+        io_thread.shared.at(time.monotonic() + pause_s, check, lambda: self._watched.get(key) is one)
+
+    def _check(self, pause_s: float, key: int, one: _WatchedSocket) -> None:
+        if not self._is_lost(key, one):
+            if self._watched.get(key) is one:
+                self._check_later(pause_s, key, one)
+        elif (on_silence := one.on_silence()) is not None:
+            on_silence()
 
     def _is_lost(self, key: int, one: _WatchedSocket) -> bool:
         """Return whether the peer's host was silent for too long, and stop watching it then."""

@@ -11,10 +11,10 @@ from datetime import timedelta
 from functools import update_wrapper
 from typing import Any, NamedTuple
 
+from lp_pipe.connections import io_thread
 from lp_pipe.connections.finalizer import add_finalizer
 from lp_pipe.context import current_context
 from lp_pipe.rpc.daemon_pool import DaemonPool
-from lp_pipe.rpc.deadlines import shared as deadlines
 
 # The array classes by the library that has their stack(); masked arrays come before their base class, as its stack()
 # loses the masks.
@@ -133,7 +133,7 @@ class BatchedHandler:
             if len(self._waiting) < self._batch_size and time.monotonic() < due:
                 if self._timer_due != due:
                     self._timer_due = due
-                    deadlines.add(due, self._start_batches)
+                    io_thread.shared.at(due, self._start_batches)
                 return []
             self._slots -= 1
             return [self._waiting.popleft() for _ in range(min(self._batch_size, len(self._waiting)))]

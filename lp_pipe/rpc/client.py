@@ -10,11 +10,11 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lp_pipe import connections
-from lp_pipe.connections import frames, tcp_endpoint
+from lp_pipe.connections import frames, io_thread, nesting, tcp_endpoint
 from lp_pipe.connections.resource_limits import describe_error
 from lp_pipe.errors import DeadlineExceeded, SerializationError, Unavailable
 from lp_pipe.launched import caused_by_first_failure, set_first_failure_as_cause
-from lp_pipe.rpc import codec, deadlines, nesting, remote_error
+from lp_pipe.rpc import codec, deadlines, remote_error
 from lp_pipe.rpc.calls import CallFuture, Cancel, CancellableCall, Reader, Reply
 from lp_pipe.rpc.client_connection import ClientConnection
 from lp_pipe.rpc.futures import Futures
@@ -223,7 +223,7 @@ class CourierClient:
         if task.deadline is not None:  # must not refer to the call: its result would live until the deadline
             expire = functools.partial(self._expire, connection, call_id, method)
             try:
-                deadlines.shared.add(task.deadline, expire, functools.partial(connection.waits_for, call_id))
+                io_thread.shared.at(task.deadline, expire, functools.partial(connection.waits_for, call_id))
             except RuntimeError as error:
                 connection.expire(call_id, self._no_thread(method, "to watch its call_timeout", error))
 

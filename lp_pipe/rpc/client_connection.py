@@ -7,10 +7,10 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, TypeVar
 
-from lp_pipe.connections import Connection, Frame, PulledConnection, frames
+from lp_pipe.connections import Connection, Frame, PulledConnection, frames, nesting
 from lp_pipe.connections.kernel_calls import has_epoll
 from lp_pipe.errors import DeadlineExceeded, Unavailable
-from lp_pipe.rpc import codec, nesting
+from lp_pipe.rpc import codec
 from lp_pipe.rpc.calls import CallFuture, PendingCall, Reply, SyncCall
 from lp_pipe.rpc.codec import Payload
 from lp_pipe.rpc.daemon_pool import DaemonPool

@@ -5,12 +5,11 @@ import threading
 import time
 
 from lp_pipe import connections
-from lp_pipe.connections import Connection, hangup_watcher, inproc, run_endpoints, tcp_liveness
+from lp_pipe.connections import Connection, inproc, io_thread, run_endpoints, tcp_liveness
 from lp_pipe.connections.finalizer import add_finalizer
 from lp_pipe.errors import Unauthenticated, Unavailable
 from lp_pipe.launched import caused_by_first_failure, services_for
 from lp_pipe.private_python import release_if_held_here
-from lp_pipe.rpc import deadlines
 from lp_pipe.rpc.client_connection import ClientConnection
 from lp_pipe.rpc.deadlines import too_late
 from lp_pipe.rpc.fork_guard import ForkGuard
@@ -62,9 +61,8 @@ class Reconnector:
         if self._connection is not None:
             self._connection.recover()
         if not self._depth:  # otherwise an operation further down on the stack may hold these
-            hangup_watcher.shared.recover()
+            io_thread.shared.recover()
             tcp_liveness.shared.recover()
-            deadlines.shared.recover()
 
     def open_connection(self) -> ClientConnection | None:
         """Return the existing connection if it is open."""

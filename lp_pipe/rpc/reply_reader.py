@@ -6,11 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from lp_pipe.connections import PulledConnection, hangup_watcher
+from lp_pipe.connections import PulledConnection, io_thread, nesting
 from lp_pipe.connections.resource_limits import describe_error
 from lp_pipe.errors import Unavailable
 from lp_pipe.private_python import release_if_held_here
-from lp_pipe.rpc import deadlines, nesting
 from lp_pipe.rpc.calls import CallFuture, SyncCall
 from lp_pipe.rpc.pending_calls import PendingCalls
 
@@ -44,7 +43,7 @@ class ReplyReader:
         """Notice the peer's end from now on, also while no thread reads."""
         if self._connection.try_reading():  # otherwise it has ended already
             try:
-                hangup_watcher.shared.watch(self._descriptor, self._on_peer_closed)
+                io_thread.shared.watch(self._descriptor, self._on_peer_closed)
             finally:
                 self._connection.done_reading()
             self.pass_on()  # the end may have come meanwhile
@@ -150,7 +149,7 @@ class ReplyReader:
 
     def end(self) -> None:
         """Stop watching a connection that has ended."""
-        hangup_watcher.shared.forget(self._descriptor)
+        io_thread.shared.forget(self._descriptor)
         self._release()
 
     def _schedule_check(self) -> None:
@@ -158,7 +157,7 @@ class ReplyReader:
         self._is_check_scheduled = True
         foreground_reads = self._foreground_reads
         try:
-            deadlines.shared.add(
+            io_thread.shared.at(
                 time.monotonic() + _UNASKED_LIMIT_S, functools.partial(self._check_futures, foreground_reads)
             )
         except RuntimeError:  # the system has no more threads
@@ -174,10 +173,9 @@ class ReplyReader:
                 self._schedule_check()
 
     def _on_peer_closed(self) -> None:
-        with nesting.in_background():
-            self._has_peer_closed = True  # set for a reading thread that may be about to stop
-            self._check_for_end()
-            self._wake_next()
+        self._has_peer_closed = True  # set for a reading thread that may be about to stop
+        self._check_for_end()
+        self._wake_next()
 
     def _check_for_end(self) -> None:
         if self._connection.try_reading():
@@ -187,7 +185,7 @@ class ReplyReader:
                 # the event was for an earlier connection with this descriptor
                 if self._connection.closed_reason is None:
                     self._has_peer_closed = False
-                    hangup_watcher.shared.watch_again(self._descriptor)
+                    io_thread.shared.watch_again(self._descriptor)
             finally:
                 self._connection.done_reading()
 

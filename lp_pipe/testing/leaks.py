@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lp_pipe.connections import io_thread
 from lp_pipe.private_python import is_foreign, target_of
 from lp_pipe.process_tree import start_time, tree_of
 from lp_pipe.testing import temp_dir
@@ -21,8 +22,7 @@ PATIENCE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 # One of each per process, started by the first program that needs it.
 _LIVE_AS_LONG_AS_THE_PROCESS = (
-    "deadlines",
-    "connection hangups",
+    io_thread.NAME,
     "return buffers",
     "call callbacks",
     "close dropped streams",

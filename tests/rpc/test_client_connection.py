@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lp_pipe as lp
-from lp_pipe.connections import Frame, frames, hangup_watcher, inproc
+from lp_pipe.connections import Frame, frames, inproc, io_thread
 from lp_pipe.rpc import Server
 from lp_pipe.rpc.calls import Reply
 from lp_pipe.rpc.client_connection import ClientConnection
@@ -30,7 +30,7 @@ def test_a_client_may_go_wherever_the_collector_finds_it(socket_home: Path, no_l
     assert clients[0].copy() == []
 
     def drop() -> None:
-        with hangup_watcher.shared._lock:
+        with io_thread.shared._lock:
             clients.clear()
 
     dropping = threading.Thread(target=drop, daemon=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.rpc import deadlines, reply_reader
+from lp_pipe.connections import io_thread
+from lp_pipe.rpc import reply_reader
 from lp_pipe.rpc.futures import read_by
 from lp_pipe.rpc.server import Server
 
@@ -43,10 +44,10 @@ def client(doubler: Doubler, socket_home: Path, no_leaks: None) -> Iterator[lp.C
 
 @pytest.fixture
 def no_timers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def add(when: float, action: object) -> None:
+    def at(when: float, action: object) -> None:
         raise AssertionError("a timer was set")
 
-    monkeypatch.setattr(deadlines.shared, "add", add)
+    monkeypatch.setattr(io_thread.shared, "at", at)
 
 
 def readers() -> set[threading.Thread]:
@@ -127,7 +128,7 @@ def test_without_a_thread_for_the_replies_calls_fail_and_later_ones_go_on(
 
 @pytest.mark.parametrize(
     ("missing", "what_for"),
-    [("connect ", "to connect"), ("deadlines", "to watch its call_timeout")],
+    [("connect ", "to connect"), (io_thread.NAME, "to watch its call_timeout")],
     ids=["new", "limit"],
 )
 def test_a_future_for_which_there_is_no_thread_says_which_limit(
@@ -141,11 +142,11 @@ def test_a_future_for_which_there_is_no_thread_says_which_limit(
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(deadlines, "shared", deadlines.Deadlines())
-    monkeypatch.setattr(threading.Thread, "start", short)
     caller = lp.CourierClient(client.address, call_timeout=WITHIN_S)
-    if missing == "deadlines":
+    if missing == io_thread.NAME:
         assert caller.double(1) == 2
+    monkeypatch.setattr(io_thread, "shared", io_thread.IoThread())
+    monkeypatch.setattr(threading.Thread, "start", short)
     future = caller.futures.double(2)
     with pytest.raises(lp.Unavailable, match=rf"double\(\): no thread {what_for}: can't start new thread: .*ulimit -u"):
         future.result(WITHIN_S)
