@@ -1,16 +1,41 @@
 """The transports of all kinds of channels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lp_pipe.channels.base import TransportReceiver, TransportSender
 from lp_pipe.channels.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from lp_pipe.channels.gloo import GlooReceiver, GlooSender
 from lp_pipe.channels.nccl import NcclReceiver, NcclSender
-from lp_pipe.channels.reference import ReferenceReceiver, ReferenceSender
+from lp_pipe.channels.packing import Layout, copies
 from lp_pipe.channels.ring import RingReceiver, RingSender
 from lp_pipe.channels.stream import StreamReceiver, StreamSender
+
+
+class ReferenceSender(TransportSender):
+    """The sending end in one process: copies of the tensors pass by reference.
+
+    Copying makes threads behave like processes: a layer that writes to its input in place must not change what the
+    stage before it has saved for its backward.
+    """
+
+    def keeps_on_gpu(self) -> bool:
+        return True
+
+    def write(self, layout: Layout, tensors: list[Tensor], credits: int) -> tuple[int, Sequence[Any]]:
+        return 0, copies(layout, tensors)
+
+
+class ReferenceReceiver(TransportReceiver):
+    def accept(self, token: int, buffers: Sequence[Any]) -> Any:
+        return buffers
+
+    def read(self, layout: Layout, parcel: Any) -> list[Tensor]:
+        return list(parcel)
+
 
 _TRANSPORTS: dict[str, tuple[Callable[[], TransportSender], Callable[[], TransportReceiver]]] = {
     "inproc": (ReferenceSender, ReferenceReceiver),

@@ -33,9 +33,9 @@ from lp_pipe.connections.grpc_channels import (
     credentials_for,
     credentials_to_connect,
 )
+from lp_pipe.connections.io_thread import SilenceWatch
 from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.resource_limits import describe_rejection
-from lp_pipe.connections.silence import SilenceWatch
 from lp_pipe.connections.tcp_endpoint import GONE, TcpEndpoint, parse_to_connect
 from lp_pipe.errors import Unauthenticated, Unavailable
 

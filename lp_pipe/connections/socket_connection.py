@@ -14,7 +14,7 @@ from lp_pipe.connections import frames
 from lp_pipe.connections.base import OnClose, OnFrame, PulledConnection
 from lp_pipe.connections.fork_isolation import close_in_children
 from lp_pipe.connections.frames import Frame, FrameError, Piece
-from lp_pipe.connections.silence import TICKS
+from lp_pipe.connections.io_thread import TICKS
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.errors import Unavailable
 from lp_pipe.private_python import holder_check, release_if_held_here

@@ -17,9 +17,9 @@ from lp_pipe.connections import frames, tcp_endpoint, tcp_liveness
 from lp_pipe.connections.base import Connection, Listener, OnConnection, OnFrame
 from lp_pipe.connections.credentials import ADVICE, RUN_NAME, Credentials, current_credentials
 from lp_pipe.connections.frames import Frame, Piece
+from lp_pipe.connections.io_thread import TICKS
 from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.resource_limits import describe_rejection
-from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_connection import SocketConnection
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.connections.tcp_endpoint import GONE, TcpEndpoint

@@ -15,10 +15,10 @@ from lp_pipe.connections import frames, shm_buffers
 from lp_pipe.connections.base import Connection, Listener, OnConnection, OnFrame
 from lp_pipe.connections.fork_isolation import close_in_children
 from lp_pipe.connections.frames import BufferReference, Frame, Piece
+from lp_pipe.connections.io_thread import TICKS
 from lp_pipe.connections.refusals import Refusals
 from lp_pipe.connections.resource_limits import describe_rejection
 from lp_pipe.connections.shm_buffers import BufferExporter, BufferImporter
-from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_connection import SocketConnection
 from lp_pipe.connections.socket_reader import SocketReader
 from lp_pipe.errors import Unavailable

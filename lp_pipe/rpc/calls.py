@@ -1,20 +1,28 @@
 """The objects that wait for a reply: a blocked thread's call, and futures."""
 
+import atexit
 import contextlib
 import functools
+import logging
 import threading
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any, Literal, Protocol
 
 from lp_pipe.connections import Frame
 from lp_pipe.context import NodeContext, current_context, entered
+from lp_pipe.errors import Unavailable
 from lp_pipe.rpc.daemon_pool import DaemonPool
 from lp_pipe.rpc.fork_guard import ForkGuard
-from lp_pipe.rpc.stream_consumer import ItemStream
-from lp_pipe.rpc.unread_errors import UnreadError
+from lp_pipe.rpc.remote_error import text_of
+from lp_pipe.rpc.stream_consumer import Inbox, ItemStream
 from lp_pipe.telemetry import waits
+
+_log = logging.getLogger(__name__)
+_MOST_OF_A_METHOD = 3  # warnings of unread errors
 
 Reply = Frame | ItemStream | Exception
 
@@ -236,3 +244,119 @@ def _call_in(node: NodeContext, fn: Callable[[Future[Any]], object], future: Fut
 
 
 _callbacks = DaemonPool(16, "call callbacks").survive_forks()
+
+
+_shown: Counter[tuple[str, str]] = Counter()
+_unread: "weakref.WeakSet[UnreadError]" = weakref.WeakSet()
+
+
+class UnreadError:
+    """The error of a failed future; warns when the future is freed or the process ends, unless `read` was called."""
+
+    def __init__(self, peer: str, method: str, error: BaseException) -> None:
+        self._peer = peer
+        self._method = method
+        self._text = f"{type(error).__name__}: {text_of(error)}"
+        self._is_read = False
+        self._may_be_of_a_stop = isinstance(error, Unavailable)
+        _unread.add(self)
+
+    def read(self) -> None:
+        """Note that the exception was asked for."""
+        self._is_read = True
+
+    def warn(self) -> None:
+        """Write the warning, unless the exception was read, or only says that the program stops."""
+        is_read, self._is_read = self._is_read, True
+        node = current_context()
+        if is_read or (self._may_be_of_a_stop and (node is None or node.is_stopping)):
+            return
+        _shown[self._peer, self._method] += 1
+        shown = _shown[self._peer, self._method]
+        if shown > _MOST_OF_A_METHOD:
+            return
+        last = "; further ones of this method are not shown" if shown == _MOST_OF_A_METHOD else ""
+        _log.warning(
+            "%s.%s() has failed, and its exception was never retrieved: keep what client.futures.%s(...) returns, and "
+            "ask for its result(), its exception() or a callback%s: %s",
+            *(self._peer, self._method, self._method, last, self._text),
+        )
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter may be ending
+            self.warn()
+
+
+@atexit.register
+def _warn_of_all() -> None:
+    for one in list(_unread):
+        one.warn()
+
+
+class PendingCalls:
+    """The calls that wait on one connection.
+
+    Exactly one side removes each call: its reply, its deadline, the code that gives it up, or the connection's end.
+    """
+
+    def __init__(self) -> None:
+        self.blocked: dict[int, SyncCall] = {}  # their threads wait, and may read
+        self.futures: dict[int, CallFuture] = {}  # a thread may ask for them, and reads then
+        self.promised: dict[int, CallFuture] = {}  # a thread will ask for them
+        self.others: dict[int, PendingCall] = {}
+        self.inboxes: dict[int, Inbox] = {}
+        self.arrived: tuple[int, PendingCall] | None = None  # the call that is being settled
+
+    def __bool__(self) -> bool:
+        return bool(self.blocked or self.futures or self.promised or self.others or self.inboxes)
+
+    def __contains__(self, call_id: int) -> bool:
+        return any(call_id in calls for calls in (self.blocked, self.futures, self.promised, self.others))
+
+    def is_urgent(self) -> bool:
+        """Return whether frames may arrive that no waiting thread will read."""
+        return bool(self.others or self.inboxes)
+
+    def add(self, call_id: int, call: PendingCall) -> None:
+        if not isinstance(call, CallFuture) or call.reader == "thread":
+            self.others[call_id] = call
+        elif call.reader == "caller":
+            self.promised[call_id] = call
+        else:
+            self.futures[call_id] = call
+
+    def take(self, call_id: int) -> PendingCall | None:
+        for calls in (self.blocked, self.futures, self.promised, self.others):
+            call: PendingCall | None = calls.pop(call_id, None)
+            if call is not None:
+                return call
+        return None
+
+    def take_arrived(self, call_id: int) -> PendingCall | None:
+        """Remove and return the call of a reply; if the thread is interrupted now, `fail_arrived` finds the call."""
+        for calls in (self.blocked, self.futures, self.promised, self.others):
+            call: PendingCall | None = calls.get(call_id)
+            if call is not None:
+                self.arrived = call_id, call
+                return calls.pop(call_id, None)
+        return None
+
+    def fail_arrived(self, error: Exception) -> None:
+        """Settle the call for which an exception interrupted the delivery of the reply."""
+        if self.arrived is not None:
+            call_id, call = self.arrived
+            self.arrived = None
+            self.take(call_id)
+            if not call.has_reply:
+                call.deliver(error)
+
+    def take_inbox(self, frame: Frame, is_last: bool) -> Inbox | None:
+        return self.inboxes.pop(frame.id, None) if is_last else self.inboxes.get(frame.id)
+
+    def fail(self, error: Exception) -> None:
+        """Settle all calls and streams with the error: nothing will arrive any more."""
+        for waiting in (self.blocked, self.futures, self.promised, self.others, self.inboxes):
+            while waiting:
+                with contextlib.suppress(KeyError):
+                    _, waiter = waiting.popitem()
+                    waiter.deliver(error)

@@ -11,11 +11,10 @@ from lp_pipe.connections import Connection, Frame, PulledConnection, frames, nes
 from lp_pipe.connections.kernel_calls import has_epoll
 from lp_pipe.errors import DeadlineExceeded, Unavailable
 from lp_pipe.rpc import codec
-from lp_pipe.rpc.calls import CallFuture, PendingCall, Reply, SyncCall
+from lp_pipe.rpc.calls import CallFuture, PendingCall, PendingCalls, Reply, SyncCall
 from lp_pipe.rpc.codec import Payload
 from lp_pipe.rpc.daemon_pool import DaemonPool
 from lp_pipe.rpc.fork_guard import ForkGuard
-from lp_pipe.rpc.pending_calls import PendingCalls
 from lp_pipe.rpc.reply_reader import ReplyReader
 from lp_pipe.rpc.served_methods import LIST_METHODS
 from lp_pipe.rpc.stream_consumer import Inbox, ItemStream

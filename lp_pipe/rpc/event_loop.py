@@ -12,7 +12,7 @@ from typing import Any
 from lp_pipe.connections.kernel_calls import has_epoll, new_selector
 from lp_pipe.context import NodeContext
 from lp_pipe.rpc.responder import Responder
-from lp_pipe.rpc.stream_window import StreamWindow
+from lp_pipe.rpc.stream_producer import StreamWindow
 
 
 class LoopThread:

@@ -10,8 +10,7 @@ from lp_pipe.connections import PulledConnection, io_thread, nesting
 from lp_pipe.connections.resource_limits import describe_error
 from lp_pipe.errors import Unavailable
 from lp_pipe.private_python import release_if_held_here
-from lp_pipe.rpc.calls import CallFuture, SyncCall
-from lp_pipe.rpc.pending_calls import PendingCalls
+from lp_pipe.rpc.calls import CallFuture, PendingCalls, SyncCall
 
 _UNASKED_LIMIT_S = 0.001  # for futures that no thread asks for
 _FOREGROUND_LIMIT_S = 0.005

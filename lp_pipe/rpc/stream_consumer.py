@@ -11,7 +11,7 @@ from lp_pipe.errors import Unavailable
 from lp_pipe.protos import frame_pb2
 from lp_pipe.rpc.daemon_pool import DaemonPool
 from lp_pipe.rpc.fork_guard import ForkGuard
-from lp_pipe.rpc.stream_window import MAX_ITEMS
+from lp_pipe.rpc.stream_producer import MAX_ITEMS
 from lp_pipe.telemetry import waits
 
 _END = Frame(frames.STREAM_END)

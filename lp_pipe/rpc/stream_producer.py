@@ -2,14 +2,38 @@
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from lp_pipe.rpc.responder import Responder
-from lp_pipe.rpc.stream_window import MAX_ITEMS, StreamWindow
 from lp_pipe.telemetry import waits
 
 _log = logging.getLogger(__name__)
+
+MAX_ITEMS = 16
+MAX_BYTES = 16 << 20  # fewer items fit if they are large; one is always allowed
+
+
+class StreamWindow:
+    """Back-pressure of a stream: the items that were sent and not yet taken by the consumer."""
+
+    def __init__(self) -> None:
+        self._sizes: deque[int] = deque()
+        self._bytes = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether one more item may be sent."""
+        return not self._sizes or (len(self._sizes) < MAX_ITEMS and self._bytes < MAX_BYTES)
+
+    def sent(self, size_bytes: int) -> None:
+        self._sizes.append(size_bytes)
+        self._bytes += size_bytes
+
+    def taken(self, items: int) -> None:
+        for _ in range(min(items, len(self._sizes))):
+            self._bytes -= self._sizes.popleft()
 
 
 class InProgress(Protocol):

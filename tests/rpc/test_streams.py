@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.rpc.stream_window import MAX_BYTES, MAX_ITEMS
+from lp_pipe.rpc.stream_producer import MAX_BYTES, MAX_ITEMS
 
 WITHIN_S = 20.0
 

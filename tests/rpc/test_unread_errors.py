@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import lp_pipe as lp
-from lp_pipe.rpc import Server, unread_errors
+from lp_pipe.rpc import Server, calls
 
 WITHIN_S = 20.0
 
@@ -31,7 +31,7 @@ class Replay:
 
 @pytest.fixture(autouse=True)
 def no_limit_of_before() -> None:
-    unread_errors._shown.clear()
+    calls._shown.clear()
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def failed(future: "Future[Any]") -> "Future[Any]":
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     gc.collect()
-    return [record.getMessage() for record in caplog.records if record.name == unread_errors.__name__]
+    return [record.getMessage() for record in caplog.records if record.name == calls.__name__]
 
 
 def test_a_dropped_failure_is_a_warning(client: lp.CourierClient, caplog: pytest.LogCaptureFixture) -> None:

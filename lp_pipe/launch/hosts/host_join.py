@@ -10,7 +10,7 @@ from typing import Self
 
 from lp_pipe.connections import Connection, Frame, Listener, frames, tcp_carriers
 from lp_pipe.connections.credentials import Credentials
-from lp_pipe.connections.silence import SilenceWatch
+from lp_pipe.connections.io_thread import SilenceWatch
 from lp_pipe.connections.tcp_endpoint import bracketed
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines.base import Engine, HostOffer, Invitation, StartedAgent, kill_all

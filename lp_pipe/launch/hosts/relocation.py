@@ -22,7 +22,7 @@ from lp_pipe.launch.supervision.messages import Failure
 _log = logging.getLogger(__name__)
 
 _SLACK_S = 1.0
-_SILENCE_TICKS = 1.25  # a silence is noticed at most a quarter of its time too late (connections/silence.py)
+_SILENCE_TICKS = 1.25  # a silence is noticed at most a quarter of its time too late (connections/io_thread.py)
 _ORPHAN_S = 1.0  # in place of ORPHAN_S if nodes on other hosts wait for the end
 _OVER = ("finished", "failed", "stopped")
 

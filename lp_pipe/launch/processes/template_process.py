@@ -26,9 +26,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from lp_pipe import private_python
+from lp_pipe.connections.io_thread import TICKS
 from lp_pipe.connections.kernel_calls import has_pidfd
 from lp_pipe.connections.resource_limits import PROCESS_LIMIT_ADVICE
-from lp_pipe.connections.silence import TICKS
 from lp_pipe.connections.socket_dir import register_process
 from lp_pipe.launch.supervision.lifecycle import LAUNCHER_PATIENCE_S
 from lp_pipe.process_tree import kill_all, session_of, signal_all, tree_of
