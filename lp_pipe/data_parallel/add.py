@@ -39,6 +39,23 @@ class Servers:
     resources: Resources | None = None
 
 
+@dataclass(frozen=True)
+class TopK:
+    """Compression to the largest gradients, for `Servers`. Not there yet."""
+
+    ratio: float
+
+
+@dataclass(frozen=True)
+class OneBit:
+    """Compression to the signs of gradients, for `Servers`. Not there yet."""
+
+
+@dataclass(frozen=True)
+class Fp16:
+    """Compression to half precision, for `Servers`. Not there yet."""
+
+
 def add_replicas(
     program: Program,
     train: Callable[..., Any],

@@ -46,26 +46,32 @@ class Exchange:
         """Return a length from `numel` on that can be cut into a shard for each worker."""
         return -(-numel // len(self.counts)) * len(self.counts)
 
-    def add(self, slots: Tensor) -> Tensor:
+    def scratch(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the memory that `add` needs beside these slots, for all steps; None if it needs none."""
+        if self.backend is None or self.slots == 1 == min(self.counts):
+            return None
+        sizes = slots.numel(), slots.numel(), slots.shape[1]
+        outgoing, incoming, total = (self.empty(size, slots.dtype) for size in sizes)
+        return outgoing, incoming, total
+
+    def add(self, slots: Tensor, scratch: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:
         """Return the sum of all slots [slots, numel] of all workers; all workers call this in the same order."""
         if self.backend is None:
             for part in slots[1 : self.counts[0]]:
                 slots[0].add_(part)
             return slots[0]
-        if self.slots == 1 == min(self.counts):
+        if scratch is None:
             self.backend.all_reduce(slots[0])
             return slots[0]
         # Each worker adds one shard of all slots. A sum of each worker's own sum would have another order of additions.
+        outgoing, incoming, total = scratch
         workers, shard = len(self.counts), slots.shape[1] // len(self.counts)
-        outgoing = self.empty(slots.numel(), slots.dtype)
         outgoing.view(workers, self.slots, shard).copy_(slots.view(self.slots, workers, shard).transpose(0, 1))
-        incoming = self.empty(slots.numel(), slots.dtype)
         self.backend.all_to_all(incoming, outgoing)
         parts = incoming.view(workers, self.slots, shard)
         in_order = [parts[rank, slot] for rank, count in enumerate(self.counts) for slot in range(count)]
         for part in in_order[1:]:
             in_order[0].add_(part)
-        total = self.empty(slots.shape[1], slots.dtype)
         self.backend.all_gather(total, in_order[0])
         return total
 
@@ -76,6 +82,7 @@ class _Bucket:
     slots: Tensor
     places: dict[int, tuple[int, int]]  # by number of the parameter: where its gradient begins, and where it ends
     views: list[dict[int, Tensor]]  # by slot
+    scratch: tuple[Tensor, Tensor, Tensor] | None
     pending: int = 0  # parameters whose gradient is not complete
     total: Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -253,7 +260,8 @@ class GradientBuckets:
             numel = end + (len(self._parameters) + self._num_extra if number == len(found) - 1 else 0)
             padded = self._exchange.padded(numel)
             slots = self._exchange.empty(self._exchange.slots * padded, dtype).zero_()
-            bucket = _Bucket(number, slots.view(self._exchange.slots, padded), places, [])
+            bucket = _Bucket(number, slots.view(self._exchange.slots, padded), places, [], None)
+            bucket.scratch = self._exchange.scratch(bucket.slots)
             bucket.views = [{index: self._placed(slot, bucket, index) for index in places} for slot in bucket.slots]
             buckets.append(bucket)
         return buckets
@@ -353,7 +361,7 @@ class GradientBuckets:
             flags = [float(index in every) for index in range(len(self._parameters))] + [*self._extra_flags()]
             bucket.slots[:, self._flags_at :].zero_()
             bucket.slots[0, self._flags_at : self._flags_at + len(flags)] = torch.tensor(flags, dtype=torch.float32)
-        bucket.total = self._exchange.add(bucket.slots)
+        bucket.total = self._exchange.add(bucket.slots, bucket.scratch)
 
 
 def _is_dense(tensor: Tensor) -> bool:

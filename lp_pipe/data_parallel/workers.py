@@ -13,7 +13,9 @@ import torch.distributed as dist
 from lp_pipe.collectives.backend import Backend, Call
 from lp_pipe.collectives.group import Group
 from lp_pipe.collectives.inproc import InprocBackend
+from lp_pipe.collectives.meeting_facts import Facts
 from lp_pipe.collectives.process_group import open_process_group
+from lp_pipe.connections import run_endpoints
 from lp_pipe.context import NodeContext
 from lp_pipe.data_parallel.buckets import Exchange
 from lp_pipe.errors import DataParallelError, NotSupported
@@ -87,7 +89,8 @@ class ReplicaWorkers:
     @property
     def local_rank(self) -> int:
         """The number of this worker on its host."""
-        return self.membership.rank  # of one host
+        before = self.membership.endpoints[: self.membership.rank]
+        return sum(not run_endpoints.is_other_host(Facts.from_bytes(endpoint).hub) for endpoint in before)
 
     @property
     def exchange(self) -> Exchange:

@@ -1,6 +1,7 @@
 """Replicated training is equal, to the bit, to the loop in one process, for every number of workers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,3 +21,28 @@ def test_threads_train_as_one_process(replicas: int, workers: int, microbatches:
     lp.launch(program, mode="thread", run_dir=tmp_path / "run").wait(timeout=60)
     assert differences(tmp_path, *plain_loop(STEPS, replicas, microbatches)) == []
     assert len(list(tmp_path.glob("rank*.pt"))) == workers
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend", "workers"), [("thread", "direct", 3), ("process", "shm", 2), ("process", "direct", 4)]
+)
+def test_backends_train_as_one_process(launched: Any, mode: str, backend: str, workers: int, tmp_path: Path) -> None:
+    program = lp.Program("replicas")
+    options = {"replicas": 4, "workers": workers, "seed": SEED, "backend": backend}
+    dp.add_replicas(program, train, str(tmp_path), STEPS, **options)
+    launched(program, mode).wait(60)
+    assert differences(tmp_path, *plain_loop(STEPS, 4)) == []
+
+
+def test_the_death_of_a_worker_ends_the_program_by_default(launched: Any) -> None:
+    def dying(replica: dp.Replica) -> None:
+        replica.barrier()
+        if replica.rank == 1:
+            raise OSError("this worker dies")
+        replica.barrier()
+
+    program = lp.Program("replicas")
+    dp.add_replicas(program, dying, replicas=3)
+    with pytest.raises(lp.NodeError) as failed:
+        launched(program).wait(60)
+    assert (failed.value.index, failed.value.type_name) == (1, "OSError")
