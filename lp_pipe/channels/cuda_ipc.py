@@ -107,6 +107,8 @@ class IpcSender(TransportSender):
         self._hello: _Hello | None = None
         self._notify: Notify | None = None
         self._is_readable = False
+        self._is_closed = False
+        self._closing = threading.Lock()  # a stage may share memory while its channel closes
         self._answered = threading.Event()
 
     def begin(self, notify: Notify) -> None:
@@ -153,9 +155,11 @@ class IpcSender(TransportSender):
 
     def close(self, reason: str) -> None:
         self._answered.set()
-        counters = [counter for slot in self._slots for counter in slot.counters]
-        for slots in (self._slots, self._free, self._used):
-            slots.clear()
+        with self._closing:
+            self._is_closed = True
+            counters = [counter for slot in self._slots for counter in slot.counters]
+            for slots in (self._slots, self._free, self._used):
+                slots.clear()
         if counters:
             # A receiver that was killed has not counted down its uses, and torch would keep the memory for ever.
             timer = threading.Timer(_RELEASE_AFTER_S, _release, (counters,))
@@ -178,7 +182,7 @@ class IpcSender(TransportSender):
                 self._grow(slot, _PROBE_BYTES)
                 slot.memory.copy_(torch.frombuffer(bytearray(expected), dtype=torch.uint8))
                 slot.event.record()
-        except (RuntimeError, NoRoomError) as error:
+        except (RuntimeError, NoRoomError, TransferError) as error:
             self._report(str(error))
             return
         handles, slot.handles = slot.handles, b""
@@ -198,6 +202,7 @@ class IpcSender(TransportSender):
 
         Raises:
             NoRoomError: there is no memory that can be shared; the slot is as before.
+            TransferError: the channel was closed meanwhile.
         """
         slot = self._free.pop() if self._free else self._new_slot()
         if slot.memory.numel() < size:
@@ -210,7 +215,9 @@ class IpcSender(TransportSender):
 
     def _new_slot(self) -> _Slot:
         slot = _Slot(len(self._slots), gpu.memory_on(self._device, 0), torch.cuda.Event(interprocess=True))
-        self._slots.append(slot)
+        with self._closing:
+            if not self._is_closed:
+                self._slots.append(slot)
         return slot
 
     def _grow(self, slot: _Slot, size: int) -> None:
@@ -221,8 +228,14 @@ class IpcSender(TransportSender):
         except RuntimeError as error:
             _log.warning("a message of %d bytes goes through the host: no memory of the GPU to share: %s", size, error)
             raise NoRoomError(errno.ENOMEM, f"no memory of the GPU to share: {error}") from error
+        counter = arguments[_COUNTER_ARGUMENTS]
         slot.memory, slot.handles = memory, handles
-        slot.counters.append(arguments[_COUNTER_ARGUMENTS])
+        with self._closing:
+            if not self._is_closed:
+                slot.counters.append(counter)
+                return
+        _release([counter])  # the receiver will not get it
+        raise TransferError("the channel is closed")
 
 
 def _release(counters: list[_Counter]) -> None:
