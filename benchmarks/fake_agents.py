@@ -56,7 +56,7 @@ class FakeHost:
             self._coordinator.tell(node_id, messages.Gone())
 
     def look(self, old_s: float) -> list[View]:
-        return [View([], [], node_id, 0.0) for node_id in self.addresses]
+        return [View([], [], [], node_id) for node_id in self.addresses]
 
     def close(self) -> None:
         """Do nothing."""
