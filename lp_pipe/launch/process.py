@@ -154,6 +154,8 @@ class ProcessHost(Host):
         self._told_to_stop.update(node_ids)
         for node_id in node_ids:  # first: a call that comes while the process dies is to wait for the next one
             self._unlink_sockets(node_id)
+        if self._template is not None:
+            self._template.wake()
         self._signal_all(node_ids, signal.SIGKILL)
 
     def suspend(self) -> Callable[[], object]:

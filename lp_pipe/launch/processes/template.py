@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -144,6 +145,10 @@ class Template:
         """Send a signal to a node's process; tree: also to all that it has started."""
         with contextlib.suppress(LaunchError):  # the template and all nodes are gone, which on_lost reports
             self._send({"op": "signal", "node": node_id, "signal": number, "tree": tree})
+
+    def wake(self) -> None:
+        """Let the template process go on if it is stopped (SIGSTOP): it must kill nodes, and report their ends."""
+        self._process.send_signal(signal.SIGCONT)
 
     def ping(self) -> None:
         """Show that the launcher is alive."""
