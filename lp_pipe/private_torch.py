@@ -446,15 +446,15 @@ def validates_distributions() -> bool:
 # ---- torch.distributed ----
 
 
-def gloo_group(group_class: Any, store: Any, rank: int, address: str, patience: timedelta) -> Any:
-    """Return gloo's group of two ranks, reached at this host's address. Lost: at the address that gloo chooses."""
+def gloo_group(group_class: Any, store: Any, rank: int, address: str, patience: timedelta, size: int = 2) -> Any:
+    """Return gloo's group of `size` ranks, reached at this host's address. Lost: at the address that gloo chooses."""
     options_class = getattr(group_class, "_Options", None)
     if options_class is None:
-        return group_class(store, rank, 2, patience)
+        return group_class(store, rank, size, patience)
     options = options_class()
     options._devices = [group_class.create_device(hostname=address)]
     options._timeout = patience
-    return group_class(store, rank, 2, options)
+    return group_class(store, rank, size, options)
 
 
 def finished_work(result: Any) -> Any:

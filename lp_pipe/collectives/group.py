@@ -12,13 +12,16 @@ from lp_pipe.collectives.backend import Backend
 from lp_pipe.collectives.direct import joined_by_channels
 from lp_pipe.collectives.inproc import InprocBackend
 from lp_pipe.collectives.meeting_facts import Facts, open_shared
+from lp_pipe.collectives.ranks import RanksBackend, new_rendezvous
 from lp_pipe.collectives.shm import is_shm_backend_supported
 from lp_pipe.connections import inproc, run_endpoints
+from lp_pipe.connections.routes import LOOPBACK
 from lp_pipe.context import context
 from lp_pipe.membership import Membership
 from lp_pipe.private_torch import pytree
 from lp_pipe.telemetry import waits
 
+_RANKS = ("gloo", "nccl")
 SHARING = ("auto", "inproc", "shm")  # backends that use the members' memory, "auto" if it can
 
 
@@ -37,6 +40,10 @@ class OwnEnd:
         self.hub = ChannelHub(endpoint, node.name) if needs_hub else None
         reached_at = run_endpoints.endpoint_to_register(self.hub.endpoint) if self.hub else ""
         self.facts, self.file = Facts.own(reached_at, can_share=backend in SHARING)
+        if backend in _RANKS:
+            run = run_endpoints.split_name(endpoint)[0] if endpoint.startswith(run_endpoints.NAME) else ""
+            host = run_endpoints.listen_address(run) or LOOPBACK
+            self.facts = self.facts._replace(rendezvous=new_rendezvous(host))
 
     def close(self) -> None:
         if self.hub is not None:
@@ -65,8 +72,10 @@ class Group:
 
         Raises:
             Unavailable: the program stops.
-            ValueError: the backend cannot join these members.
+            ValueError: the backend does not exist, or cannot join these members.
         """
+        if backend not in (*SHARING, "direct", *_RANKS):
+            raise ValueError(f"backend must be one of {', '.join([*SHARING, 'direct', *_RANKS])}, got {backend!r}")
         node, own = context(), OwnEnd(backend)
         with waits.waiting(waits.RANKS, waits.Target(peer="other nodes"), f"group {group!r}"):
             membership = node.services.meet(group, generation, own.facts.to_bytes()).result()
@@ -162,11 +171,12 @@ def open_backend(membership: Membership, name: str, own: OwnEnd) -> Backend:
     """Open the backend of this name for these members.
 
     Raises:
-        ValueError: it does not exist, or cannot join them.
+        ValueError: it cannot join them.
         GenerationOver: a member is gone.
     """
-    if name not in (*SHARING, "direct"):
-        raise ValueError(f"backend must be one of {', '.join(SHARING)}, direct, got {name!r}")
+    if name in _RANKS:
+        members = [Facts.from_bytes(endpoint) for endpoint in membership.endpoints]
+        return RanksBackend(membership, [member.rendezvous for member in members], name)
     shared = open_shared(membership, own.file) if name in SHARING else None
     if shared is not None and (name != "inproc" or isinstance(shared, InprocBackend)):
         own.close()

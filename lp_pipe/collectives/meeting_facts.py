@@ -16,7 +16,8 @@ class Facts(NamedTuple):
     """What each member tells the others.
 
     token: differs at each meeting. file: how to open its RankFile; "": it has none. hub: where it receives channels;
-        "": nowhere. can_share: whether it may be joined by memory.
+        "": nowhere. can_share: whether it may be joined by memory. rendezvous: where torch's ranks meet if this is
+        rank 0.
     """
 
     pid: int
@@ -24,6 +25,7 @@ class Facts(NamedTuple):
     file: str
     hub: str
     can_share: bool
+    rendezvous: str = ""
 
     @classmethod
     def own(cls, hub: str, *, can_share: bool) -> "tuple[Facts, OwnRankFile | None]":

@@ -9,6 +9,7 @@ from lp_pipe.channels.hub import ChannelHub
 from lp_pipe.collectives.backend import Backend
 from lp_pipe.collectives.direct import joined_by_channels
 from lp_pipe.collectives.inproc import InprocBackend
+from lp_pipe.collectives.ranks import RanksBackend, new_rendezvous
 from lp_pipe.collectives.shm import OwnRankFile, ShmBackend, opened_rank_file
 from lp_pipe.membership import Membership
 
@@ -76,8 +77,15 @@ def _direct(memberships: Sequence[Membership]) -> list[Backend]:
     ]
 
 
+def _gloo(memberships: Sequence[Membership]) -> list[Backend]:
+    rendezvous = [new_rendezvous() for _ in memberships]
+    with ThreadPoolExecutor(len(memberships)) as pool:
+        return list(pool.map(lambda membership: RanksBackend(membership, rendezvous, "gloo"), memberships))
+
+
 _BACKENDS: dict[str, Callable[[Sequence[Membership]], list[Backend]]] = {
     "inproc": _inproc,
     "shm": _shm,
     "direct": _direct,
+    "gloo": _gloo,
 }

@@ -39,6 +39,7 @@ def reduce_once(folder: Path, backend: str) -> None:
         ("thread", "direct", "DirectBackend"),
         ("process", "auto", "ShmBackend"),
         ("process", "direct", "DirectBackend"),
+        ("process", "gloo", "RanksBackend"),
         ("multi_host", "auto", "DirectBackend"),
     ],
 )
