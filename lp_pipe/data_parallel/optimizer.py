@@ -1,14 +1,19 @@
 """The optimizer that a training loop steps: it sums the gradients of all replicas before the user's optimizer runs."""
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lp_pipe.collectives.backend import Call
 from lp_pipe.data_parallel.buckets import Exchange, GradientBuckets
+from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
+
+_UPDATED = Call("updated parameters")
 
 
 class ReplicaOptimizer(torch.optim.Optimizer):
@@ -22,15 +27,22 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         sum_and_apply: Callable[["ReplicaOptimizer"], bool],
         clip_grad_norm: float | None,
         bucket_bytes: int,
+        workers: ReplicaWorkers,
+        zero: int = 0,
     ) -> None:
-        """Raises:
-        DataParallelError: the optimizer's parameters are not the model's.
+        """zero: 1: each worker keeps the state of a share of the parameters, and updates those.
+
+        Raises:
+            DataParallelError: the optimizer's parameters are not the model's.
         """
         self._inner = inner
         self._sum_and_apply = sum_and_apply
         self.model = model
         self._clip_grad_norm = clip_grad_norm
         self._bucket_bytes = bucket_bytes
+        self._workers = workers
+        self.is_sharded = zero == 1
+        self._whole: dict[str, Any] | None = None  # the state of all workers, while rank 0 saves it
         self._buckets: GradientBuckets | None = None
         self._exchange: Exchange | None = None
         self._extra_flags: Callable[[], list[float]] = list
@@ -59,10 +71,31 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         return self._inner.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        return self._inner.state_dict()
+        """Return the whole state; with zero=1 all workers must call this."""
+        if not self.is_sharded:
+            return self._inner.state_dict()
+        if self._whole is not None:
+            return self._whole
+        self._drop_others_state()
+        own = self._inner.state_dict()
+        parts = self._workers.gathered(own["state"])
+        return {**own, "state": {index: state for part in parts for index, state in part.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._inner.load_state_dict(state_dict)
+
+    @contextlib.contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """Let one worker alone call `state_dict` in the body, which all workers enter."""
+        self._whole = self.state_dict()
+        try:
+            yield
+        finally:
+            self._whole = None
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the state that this worker has."""
+        return self._inner.state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the replica whose turn it is. `step` leaves none, so no loop needs this."""
@@ -118,6 +151,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def begin_step(self, exchange: Exchange, extra_flags: Callable[[], list[float]]) -> None:
         """Begin a step among these workers."""
         self._undo = None
+        self._drop_others_state()
         if self._buckets is None or exchange != self._exchange:
             self._exchange, self._extra_flags = exchange, extra_flags
             self._make_buckets(self._trained())
@@ -144,8 +178,26 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self._undo = self._undoing()
         if self._clip_grad_norm is not None:
             nn.utils.clip_grad_norm_([parameter for _, parameter in self.named_parameters()], self._clip_grad_norm)
+        if self.is_sharded:
+            for parameter in self._others_parameters():
+                parameter.grad = None
         self._inner.step()
         self.clear_gradients()
+
+    @torch.no_grad()
+    def exchange_updates(self) -> None:
+        """With zero=1, get the parameters that other workers have updated."""
+        rank, shares = self._workers.membership.rank, self._shares() if self.is_sharded else []
+        for owner, parameters in enumerate(shares):
+            if len(shares) == 1 or not parameters:
+                continue
+            packed = torch.cat([parameter.detach().reshape(-1).view(torch.uint8) for parameter in parameters])
+            self._workers.backend.broadcast(packed, owner, call=_UPDATED)
+            begin = 0
+            for parameter in parameters if owner != rank else ():
+                end = begin + parameter.numel() * parameter.itemsize
+                parameter.copy_(packed[begin:end].clone().view(parameter.dtype).view(parameter.shape))
+                begin = end
 
     def undo(self) -> None:
         """Take back an update of this step."""
@@ -164,6 +216,22 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         if self._buckets is not None:
             self._buckets.close()
             self._buckets = None
+
+    def _shares(self) -> list[list[nn.Parameter]]:
+        """Return which parameters each worker updates: about as many numbers as the others."""
+        shares: list[list[nn.Parameter]] = [[] for _ in range(self._workers.membership.world_size)]
+        for _, parameter in sorted(self.named_parameters(), key=lambda named: -named[1].numel()):
+            min(shares, key=lambda share: sum(one.numel() for one in share)).append(parameter)
+        return shares
+
+    def _drop_others_state(self) -> None:
+        """With zero=1, forget what was loaded of parameters that other workers update."""
+        for parameter in self._others_parameters() if self.is_sharded else ():
+            self._inner.state.pop(parameter, None)
+
+    def _others_parameters(self) -> list[nn.Parameter]:
+        rank = self._workers.membership.rank
+        return [parameter for owner, share in enumerate(self._shares()) for parameter in share if owner != rank]
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]

@@ -137,17 +137,21 @@ class Replica(NormalizesBatches):
 
         The parameters and buffers of the model become rank 0's. The sum begins during the last backward.
 
-        zero: 0; the others are not there yet. clip_grad_norm: the largest norm of all gradients of this optimizer.
+        zero: 1: each worker keeps the optimizer's state of a share of the parameters. Any optimizer that updates each
+            parameter by itself will do. All workers must call `state_dict()`.
+        clip_grad_norm: the largest norm of all gradients of this optimizer.
         bucket_bytes: gradients that are summed at a time.
 
         Raises:
             DataParallelError: parameters of the optimizer are not the model's, or the workers' models differ.
-            NotSupported: zero is not 0.
+            NotSupported: zero is 2 or 3; or 1, and workers may change.
         """
         if zero in (2, 3):
             raise NotSupported(f"replica.optimizer(zero={zero}): zero is 0 or 1 here, and 2 and 3 are replica.shard's")
-        if zero != 0:
-            raise NotSupported(f"replica.optimizer(zero={zero!r}) is not there yet: use zero=0")
+        if zero not in (0, 1):
+            raise DataParallelError(f"zero must be 0 or 1, got {zero!r}")
+        if zero and self._workers.options.may_change:
+            raise NotSupported("replica.optimizer(zero=1) where workers may change is not there yet: use zero=0")
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ReplicaOptimizer):
             raise DataParallelError(f"replica.optimizer takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if not isinstance(model, nn.Module):
@@ -156,7 +160,9 @@ class Replica(NormalizesBatches):
             raise DataParallelError(f"clip_grad_norm must be above 0, or None, got {clip_grad_norm!r}")
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             raise DataParallelError(f"bucket_bytes must be a whole number of at least 1, got {bucket_bytes!r}")
-        made = ReplicaOptimizer(optimizer, model, self._step_optimizer, clip_grad_norm, bucket_bytes)
+        made = ReplicaOptimizer(
+            optimizer, model, self._step_optimizer, clip_grad_norm, bucket_bytes, self._workers, zero
+        )
         self.own_steps.add_optimizer(made)
         return made
 

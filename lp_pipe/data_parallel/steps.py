@@ -29,7 +29,7 @@ from lp_pipe.collectives.group import Group
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
 from lp_pipe.data_parallel.shards import ReplicaBuffers
 from lp_pipe.data_parallel.workers import ReplicaWorkers
-from lp_pipe.errors import DataParallelError
+from lp_pipe.errors import DataParallelError, NotSupported
 from lp_pipe.training.rng import generators_locked, step_rng
 
 T = TypeVar("T")
@@ -227,6 +227,7 @@ class ReplicaSteps:
             return False
         with step_rng(self._options.seed, _OPTIMIZER_PLACE, self.step, len(now.stepped)):
             optimizer.apply(keeps_undo=self._options.may_change and not is_last)
+        optimizer.exchange_updates()  # not before: workers in other threads wait for the random numbers
         now.stepped.append(optimizer)
         if is_last:
             now.phase = StepPhase.COMMITTED
@@ -387,7 +388,8 @@ class ReplicaSteps:
             if rank == root:
                 self._restore()
         self._check_same(self._optimizers)
-        sent = self.workers.broadcast((self.step, self.state_dict()) if rank == root else None, root)
+        own = {name: _own_state(part) for name, part in self._state.items()} if rank == root else {}
+        sent = self.workers.broadcast((self.step, own) if rank == root else None, root)
         if not self._has_state and rank != root:
             self.step, state = sent
             for name, part in self._state.items():
@@ -441,7 +443,13 @@ class ReplicaSteps:
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all that `steps` was given."""
+        """Return the state of all that `steps` was given.
+
+        Raises:
+            NotSupported: no worker has all of it.
+        """
+        if any(optimizer.is_sharded for optimizer in self._optimizers):
+            raise NotSupported("state_dict() of a training with zero=1 is not there yet: load a checkpoint of it")
         return {name: part.state_dict() for name, part in self._state.items()}
 
     @property
@@ -477,8 +485,12 @@ class ReplicaSteps:
         return self._checkpoints
 
     def _save(self) -> None:
-        if self.workers.membership.rank == 0:
-            self._all_checkpoints().save(self.step, wait=False)
+        with contextlib.ExitStack() as whole:
+            for optimizer in self._optimizers:
+                if optimizer.is_sharded:
+                    whole.enter_context(optimizer.whole_state())
+            if self.workers.membership.rank == 0:
+                self._all_checkpoints().save(self.step, wait=False)
 
     def _restore(self) -> None:
         if self._state and (found := self._all_checkpoints().restore()) is not None:
@@ -511,6 +523,10 @@ class ReplicaSteps:
         for optimizer in self._optimizers:
             optimizer.close()
         self.workers.close()
+
+
+def _own_state(part: Any) -> Any:
+    return part.own_state() if isinstance(part, ReplicaOptimizer) else part.state_dict()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

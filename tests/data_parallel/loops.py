@@ -91,11 +91,18 @@ def plain_loop(steps: int, replicas: int, microbatches: int = 1) -> tuple[Net, t
     return model, optimizer
 
 
-def train(replica: dp.Replica, folder: str, steps: int, microbatches: int = 1, save_every: int | None = None) -> None:
+def train(
+    replica: dp.Replica,
+    folder: str,
+    steps: int,
+    microbatches: int = 1,
+    save_every: int | None = None,
+    zero: int = 0,
+) -> None:
     """Train replicated; write what came out as rank{rank}.pt."""
     model = build()
     optimizer = replica.optimizer(
-        torch.optim.Adam(model.parameters(), 0.01), model, clip_grad_norm=0.5, bucket_bytes=200
+        torch.optim.Adam(model.parameters(), 0.01), model, clip_grad_norm=0.5, bucket_bytes=200, zero=zero
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     for step in replica.steps(steps, save_every, model=model, optimizer=optimizer, scheduler=scheduler):

@@ -46,3 +46,14 @@ def test_the_death_of_a_worker_ends_the_program_by_default(launched: Any) -> Non
     with pytest.raises(lp.NodeError) as failed:
         launched(program).wait(60)
     assert (failed.value.index, failed.value.type_name) == (1, "OSError")
+
+
+def test_sharded_optimizer_state_has_the_same_bits_also_after_a_restart(launched: Any, tmp_path: Path) -> None:
+    for workers, steps in [(3, 5), (2, STEPS)]:
+        program = lp.Program("replicas")
+        options = {"replicas": 4, "workers": workers, "seed": SEED, "zero": 1, "save_every": 5}
+        dp.add_replicas(program, train, str(tmp_path), steps, **options)
+        launched(program, run_dir=tmp_path / "run").wait(60)
+        assert differences(tmp_path, *plain_loop(steps, 4)) == []
+        for file in tmp_path.glob("rank*.pt"):
+            file.unlink()

@@ -65,7 +65,7 @@ def no_pair(replica: dp.Replica) -> None:
 
 
 def zero(replica: dp.Replica) -> None:
-    replica.optimizer(torch.optim.SGD(build().parameters()), build(), zero=1)
+    replica.optimizer(torch.optim.SGD(build().parameters()), build(), zero=2)
 
 
 def returns_early(replica: dp.Replica) -> None:
@@ -109,7 +109,7 @@ def late_gradient(replica: dp.Replica) -> None:
         (no_tensors, "DataParallelError", "str|tensor"),
         (no_pair, "DataParallelError", "pair"),
         (no_state, "DataParallelError", "model"),
-        (zero, "NotSupported", "zero=1"),
+        (zero, "NotSupported", "zero=2"),
         (returns_early, "CollectiveMismatch", "agree"),
         (late_gradient, "DataParallelError", "shards"),
         (other_call, "CollectiveMismatch", "broadcast"),
