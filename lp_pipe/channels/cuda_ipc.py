@@ -277,7 +277,7 @@ class IpcReceiver(AsyncReceiver):
                 memory = gpu.memory_on(self._device, len(probe.expected))
             _CopyWork(slot, memory, self._stream, lambda: self._ended).wait(_PROBE_PATIENCE)
             found = bytes(memory.cpu().tolist())
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             return str(error)
         return "" if found == probe.expected else "the receiver reads other bytes than the sender has written"
 
