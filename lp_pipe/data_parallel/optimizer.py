@@ -35,7 +35,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         Raises:
             DataParallelError: the optimizer's parameters are not the model's.
         """
-        self._inner = inner
+        self.inner = inner
         self._sum_and_apply = sum_and_apply
         self.model = model
         self._clip_grad_norm = clip_grad_norm
@@ -51,38 +51,38 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.named_parameters()  # refuses strange ones
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # while it is being copied
+        if name == "inner":  # while it is being copied
             raise AttributeError(name)
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
     def __repr__(self) -> str:
-        return f"ReplicaOptimizer({self._inner!r})"
+        return f"ReplicaOptimizer({self.inner!r})"
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # the wrapped optimizer's
-        return self._inner.param_groups
+        return self.inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return self._inner.state
+        return self.inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._inner.defaults
+        return self.inner.defaults
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state; with zero=1 all workers must call this."""
         if not self.is_sharded:
-            return self._inner.state_dict()
+            return self.inner.state_dict()
         if self._whole is not None:
             return self._whole
         self._drop_others_state()
-        own = self._inner.state_dict()
+        own = self.inner.state_dict()
         parts = self._workers.gathered(own["state"])
         return {**own, "state": {index: state for part in parts for index, state in part.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._inner.load_state_dict(state_dict)
+        self.inner.load_state_dict(state_dict)
 
     @contextlib.contextmanager
     def whole_state(self) -> Iterator[None]:
@@ -95,14 +95,14 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def own_state(self) -> dict[str, Any]:
         """Return the state that this worker has."""
-        return self._inner.state_dict()
+        return self.inner.state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the replica whose turn it is. `step` leaves none, so no loop needs this."""
-        self._inner.zero_grad(set_to_none)
+        self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._inner.add_param_group(param_group)
+        self.inner.add_param_group(param_group)
         self.named_parameters()
 
     def step(self, closure: Any = None) -> bool:  # type: ignore[override]  # torch's returns the closure's loss
@@ -133,7 +133,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                 if id(parameter) in strange
             ]
             raise DataParallelError(
-                f"{len(shapes)} of the {len(own)} parameters of {type(self._inner).__name__} are not the model's "
+                f"{len(shapes)} of the {len(own)} parameters of {type(self.inner).__name__} are not the model's "
                 f"(shapes {', '.join(map(str, shapes[:5]))}): give the model that the optimizer was made for"
             )
         return named
@@ -181,7 +181,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         if self.is_sharded:
             for parameter in self._others_parameters():
                 parameter.grad = None
-        self._inner.step()
+        self.inner.step()
         self.clear_gradients()
 
     @torch.no_grad()
@@ -227,7 +227,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def _drop_others_state(self) -> None:
         """With zero=1, forget what was loaded of parameters that other workers update."""
         for parameter in self._others_parameters() if self.is_sharded else ():
-            self._inner.state.pop(parameter, None)
+            self.inner.state.pop(parameter, None)
 
     def _others_parameters(self) -> list[nn.Parameter]:
         rank = self._workers.membership.rank
@@ -246,11 +246,11 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self._layout = [name for name, _ in trained]
 
     def _undoing(self) -> Callable[[], None]:
-        state = copy.deepcopy(self._inner.state_dict())
+        state = copy.deepcopy(self.inner.state_dict())
         weights = [(parameter, parameter.detach().clone()) for _, parameter in self.named_parameters()]
 
         def undo() -> None:
-            self._inner.load_state_dict(state)
+            self.inner.load_state_dict(state)
             with torch.no_grad():
                 for parameter, weight in weights:
                     parameter.copy_(weight)

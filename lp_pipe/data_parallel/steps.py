@@ -130,6 +130,8 @@ class ReplicaSteps:
         self._optimizers.append(optimizer)
         modules = dict.fromkeys(module for one in self._optimizers for module in one.model.modules())
         self._buffers = ReplicaBuffers(list(modules))
+        if self._now is not None:  # made inside a step
+            optimizer.begin_step(self.workers.exchange, self._flags)
         if not self._options.may_change:
             self._check_same([optimizer])
             model = optimizer.model.state_dict()
@@ -240,12 +242,13 @@ class ReplicaSteps:
             if not (callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))):
                 raise DataParallelError(f"steps({name}=…): {part!r} has no state_dict() and load_state_dict()")
         self._close()
-        self._state = dict(state)
-        given = {id(part) for part in state.values()}
+        wrapped = {id(optimizer.inner): optimizer for optimizer in self._optimizers}
+        self._state = {name: wrapped.get(id(part), part) for name, part in state.items()}
+        self._checkpoints = None
+        given = {id(part) for part in self._state.values()}
         for number, optimizer in enumerate(self._optimizers):  # training cannot go on without these
             for name, part in (("model", optimizer.model), ("optimizer", optimizer)):
-                inner = optimizer._inner if part is optimizer else part
-                if id(part) not in given and id(inner) not in given:
+                if id(part) not in given:
                     self._state[f"{name} of optimizer {number}"] = part
         if not self._has_state:
             self._synchronize(self._positions(is_first=True))
@@ -458,7 +461,7 @@ class ReplicaSteps:
 
     def _undoing(self) -> Callable[[], None]:
         """Return a function that brings all back to the present state which only a dropped step may have changed."""
-        trained = {id(part) for one in self._optimizers for part in (one, one._inner, one.model)}
+        trained = {id(part) for one in self._optimizers for part in (one, one.model)}
         kept = {name: copy.deepcopy(part.state_dict()) for name, part in self._state.items() if id(part) not in trained}
         options = [
             (group, {name: copy.copy(value) for name, value in group.items() if name != "params"})
