@@ -66,12 +66,13 @@ class Reduction(ChannelEnds[int]):
         """
         if self._count == 1:
             return
-        self._tag = tag  # before the look at what was aborted: `abort` writes in the other order
-        aborted, reason = self._aborted
-        if tag <= aborted:
-            raise ChannelClosed(reason)
+        self._tag = tag
         try:
-            self._reduce(self._joined(tag), tag, parameters, modules, before)
+            backend = self._joined(tag)
+            aborted, reason = self._aborted  # after the backend is known: `abort` goes the other way
+            if tag <= aborted:
+                raise ChannelClosed(reason)
+            self._reduce(backend, tag, parameters, modules, before)
         except GenerationOver as error:
             raise ChannelClosed(str(error)) from error
 
