@@ -8,13 +8,11 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from lp_pipe.errors import NodeError, Unavailable
-from lp_pipe.launch.coordination.directory import Directory
-from lp_pipe.launch.coordination.first_failure import ECHO_PATIENCE_S
+from lp_pipe.launch.coordination.directory import Directory, Settlement, SettlingLock
 from lp_pipe.launch.coordination.meetings import Meetings
 from lp_pipe.launch.coordination.node_group import CallRate, NodeRecord
-from lp_pipe.launch.coordination.node_lifecycle import NodeLifecycles, Order
+from lp_pipe.launch.coordination.node_lifecycle import ECHO_PATIENCE_S, NodeLifecycles, Order
 from lp_pipe.launch.coordination.ports import Ports
-from lp_pipe.launch.coordination.settling import Settlement, SettlingLock
 from lp_pipe.launch.plan.launch_plan import LaunchPlan
 from lp_pipe.launch.supervision import messages
 from lp_pipe.launch.supervision.messages import Failure, Notice, Question

@@ -5,8 +5,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from lp_pipe.errors import Unavailable
+from lp_pipe.launch.coordination.directory import Settlement
 from lp_pipe.launch.coordination.node_group import NodeRecord
-from lp_pipe.launch.coordination.settling import Settlement
 from lp_pipe.membership import Membership
 
 

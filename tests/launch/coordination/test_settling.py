@@ -2,7 +2,7 @@
 
 import pytest
 
-from lp_pipe.launch.coordination.settling import Settlement, SettlingLock
+from lp_pipe.launch.coordination.directory import Settlement, SettlingLock
 
 
 def test_a_signal_at_the_end_of_a_change_is_raised_and_leaves_the_lock_free() -> None:
