@@ -118,7 +118,7 @@ class NonFiniteError(PipelineError):
     order: tuple[int, ...] = ()
 
 
-class CollectiveMismatch(LpPipeError):
+class CollectiveMismatch(Unrecoverable):
     """The ranks of a group are in different collective operations: another call, op, root, shape, dtype or order."""
 
 

@@ -131,6 +131,21 @@ def test_collectives_before_the_loop_are_refused_where_workers_may_change(launch
     assert failed.value.type_name == "RuntimeError"
 
 
+def other_call_in_a_step(replica: dp.Replica) -> None:
+    for _ in replica.steps(2):
+        other_call(replica)
+
+
+@pytest.mark.parametrize("on_failure", ["restart", "shrink"])
+def test_calls_that_do_not_match_are_not_tried_again(launched: Any, on_failure: str) -> None:
+    program = lp.Program("replicas")
+    dp.add_replicas(program, other_call_in_a_step, replicas=2, on_failure=on_failure)
+    run = launched(program)
+    with pytest.raises(lp.NodeError) as failed:
+        run.wait(WITHIN_S)
+    assert failed.value.type_name == "CollectiveMismatch"
+
+
 def test_the_errors_are_lp_pipe_errors() -> None:
     assert issubclass(NotSupported, NotImplementedError) and issubclass(DataParallelError, ValueError)
     assert issubclass(dp.CollectiveMismatch, LpPipeError)
