@@ -33,9 +33,10 @@ _DELAY_S = 0.0003  # how long a small reply may wait for the next one
 class ReaderPool:
     """A pool of at most `size` daemon threads, started as work comes in; they belong to the node that made the pool.
 
-    One thread at a time has the turn: it reads what has arrived, and runs the tasks that come of it. If several came
-    together and they are quick, it keeps the turn for all of them, which costs no switch between threads. Another
-    thread takes the turn from a task that takes longer. With a single task, or slow ones, the turn is given up first.
+    One thread at a time has the turn: it reads what has arrived, and runs the tasks that come of it. If several of one
+    connection came together and they are quick, it keeps the turn for all of them, which costs no switch between
+    threads. Another thread takes the turn from a task that takes longer. With a single task, or slow ones, the turn is
+    given up first.
 
         waiting ──► has the turn ──► waiting              nothing is left to do
            │             └─────────► runs a task          gives the turn up before the task, or loses it meanwhile
@@ -54,6 +55,7 @@ class ReaderPool:
         self._node = current_context()
         self._tasks: deque[_PoolTask] = deque()
         self._sources: deque[Callable[[], None]] = deque()  # reads of connections that are ready
+        self._last_read: Callable[[], None] | None = None
         self._lock = threading.Lock()  # for starting threads and for taking the turn
         self._threads: list[threading.Thread] = []
         self._turn = 0  # the ident of the thread that has the turn; 0: it is free
@@ -266,6 +268,7 @@ class ReaderPool:
             read = self._sources.popleft()
         except IndexError:  # a thread that is about to lose the turn was faster
             return
+        self._last_read = read
         self._readers.add(ident)
         try:
             read()
@@ -280,7 +283,8 @@ class ReaderPool:
         self._turn_since = begin = time.monotonic()
         if self._unsent and (begin - self._unsent_since > _DELAY_S or not (self._waiters or self._watcher)):
             self._flush()
-        if self._slow_in_a_row < _SLOW_IN_A_ROW and (self._tasks or self._sources or self._unsent):
+        is_more_at_hand = self._tasks or self._unsent or self._last_read in self._sources
+        if is_more_at_hand and self._slow_in_a_row < _SLOW_IN_A_ROW:
             self._make_sure_of_watcher()
         else:
             self._give_up_turn()
