@@ -22,7 +22,7 @@ class GenerationOver(Unavailable):
 
 
 class Call(NamedTuple):
-    """What all ranks must agree on in one operation. root: -1 where there is none."""
+    """The facts of one operation that must be the same on all ranks. root: -1 where there is none."""
 
     name: str
     op: str = ""

@@ -26,7 +26,7 @@ SHARING = ("auto", "inproc", "shm")  # backends that use the members' memory, "a
 
 
 class OwnEnd:
-    """What this node has opened, so that the other members can reach it.
+    """The file and the hub by which the other members can reach this node.
 
     Where members may be on several hosts, that is a hub, too: which backend fits is known only when all have met.
     """

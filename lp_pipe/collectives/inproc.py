@@ -27,7 +27,7 @@ class _Arrival(NamedTuple):
 
 
 class _Room:
-    """Where the ranks of one generation wait for each other."""
+    """The place of one generation where its ranks wait for each other."""
 
     def __init__(self, membership: Membership) -> None:
         self._members = membership.members

@@ -1,4 +1,4 @@
-"""What the members of a group tell each other when they meet, and the shared memory that joins them if it can."""
+"""The facts that members of a group tell each other when they meet, and the backend that joins them by memory."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from lp_pipe.membership import Membership
 
 
 class Facts(NamedTuple):
-    """What each member tells the others.
+    """The facts that each member tells the others.
 
     token: differs at each meeting. file: how to open its RankFile; "": it has none. hub: where it receives channels;
         "": nowhere. can_share: whether it may be joined by memory. rendezvous: where torch's ranks meet if this is
