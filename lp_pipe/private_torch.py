@@ -146,6 +146,12 @@ def version_of(tensor: Tensor) -> int:
     return version
 
 
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor of which this one is a view, or itself. Lost: itself."""
+    base: Tensor | None = getattr(tensor, "_base", None)
+    return tensor if base is None else base
+
+
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """Return `version_of` each of the tensors, without a call for each."""
     return [getattr(tensor, "_version", 0) for tensor in tensors]

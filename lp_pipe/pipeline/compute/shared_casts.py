@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from lp_pipe.pipeline.compute.activation_meter import current_meter
-from lp_pipe.private_torch import version_of
+from lp_pipe.private_torch import base_of, version_of
 
 _CAST, _LEAF = "ToCopyBackward0", "torch::autograd::AccumulateGrad"
 _VIEWS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsqueezeBackward0"})
@@ -60,8 +60,8 @@ class SharedCasts:
         saved, holder = tensor.detach(), None  # detached: a node that saves its own result would keep itself alive
         parameter = None if version else _parameter_behind(tensor)  # the layer may have written to its cast
         if parameter is not None:
-            cast = tensor if tensor._base is None else tensor._base  # a layer may also cast to another kind or layout
-            key = id(parameter), version_of(parameter), parameter.data_ptr(), tensor.dtype, cast.stride()
+            layout = tensor.dtype, base_of(tensor).stride()  # a layer may also cast to another kind or layout
+            key = id(parameter), version_of(parameter), parameter.data_ptr(), layout
             holder = self._casts.get(key)
             if holder is None:
                 holder = self._casts[key] = _Cast(saved)
