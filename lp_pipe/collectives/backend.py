@@ -60,9 +60,11 @@ class Backend(ABC):
     arguments tell.
 
     is_exact: whether sums are made in rank order, ((x_0 + x_1) + x_2) …, in the tensors' dtype.
+    is_authenticated: whether only members of the group can send what this rank receives.
     """
 
     is_exact: ClassVar[bool]
+    is_authenticated: ClassVar[bool] = True
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership

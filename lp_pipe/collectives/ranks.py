@@ -64,6 +64,7 @@ class RanksBackend(Backend):
     """
 
     is_exact: ClassVar[bool] = False
+    is_authenticated: ClassVar[bool] = False
 
     def __init__(self, membership: Membership, rendezvous: Sequence[str], name: str) -> None:
         super().__init__(membership)

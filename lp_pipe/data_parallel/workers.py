@@ -1,5 +1,7 @@
 """The workers that train together, as one of them sees them: who they are in this generation, and what they tell."""
 
+import hashlib
+import hmac
 import io
 import pickle
 from collections.abc import Callable
@@ -18,12 +20,13 @@ from lp_pipe.collectives.process_group import open_process_group
 from lp_pipe.connections import run_endpoints
 from lp_pipe.context import NodeContext
 from lp_pipe.data_parallel.buckets import Exchange
-from lp_pipe.errors import DataParallelError, NotSupported
+from lp_pipe.errors import DataParallelError, NotSupported, Unauthenticated
 from lp_pipe.membership import Membership
 from lp_pipe.telemetry.events import EventLog
 from lp_pipe.telemetry.run_folder import RunFolder
 
 _BYTES = Call("replica's message")
+_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class ReplicaWorkers:
         self._meet = meet
         self._group: Group | None = None
         self._process_group: dist.ProcessGroup | None = None
+        self._messages = 0  # of this generation
 
     @property
     def has_met(self) -> bool:
@@ -110,6 +114,7 @@ class ReplicaWorkers:
             generation = self._group.membership.generation + 1
             self.close()
         self._group = self._meet(generation)
+        self._messages = 0
         membership = self._group.membership
         if membership.rank == 0:
             facts = {"generation": membership.generation, "members": list(membership.members)}
@@ -124,7 +129,7 @@ class ReplicaWorkers:
     def gathered(self, value: Any) -> list[Any]:
         """Return the values of all workers, by rank."""
         world = self.membership.world_size
-        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        own = _tensor_of(self._sealed(pickle.dumps(value), self.membership.rank))
         sizes = torch.zeros(world, dtype=torch.int64)
         self.backend.all_gather(sizes, torch.tensor([len(own)]), call=_BYTES)
         longest = int(sizes.max())
@@ -133,7 +138,10 @@ class ReplicaWorkers:
         found = torch.zeros(world * longest, dtype=torch.uint8)
         self.backend.all_gather(found, padded, call=_BYTES)
         rows = found.view(world, longest)
-        return [pickle.loads(rows[rank, : int(size)].numpy().tobytes()) for rank, size in enumerate(sizes)]
+        texts = [rows[rank, : int(size)].numpy().tobytes() for rank, size in enumerate(sizes)]
+        values = [pickle.loads(self._opened(text, rank)) for rank, text in enumerate(texts)]
+        self._messages += 1
+        return values
 
     def broadcast(self, value: Any, root: int) -> Any:
         """Return the root's value, which may hold tensors; other workers give None."""
@@ -141,12 +149,15 @@ class ReplicaWorkers:
         buffer = io.BytesIO()
         if is_root:
             torch.save(value, buffer)
-        data = torch.frombuffer(bytearray(buffer.getvalue() or b"\0"), dtype=torch.uint8)
+        data = _tensor_of(self._sealed(buffer.getvalue(), root))
         size = torch.tensor([len(data)])
         self.backend.broadcast(size, root, call=_BYTES)
         data = data if is_root else torch.zeros(int(size), dtype=torch.uint8)
         self.backend.broadcast(data, root, call=_BYTES)
-        return value if is_root else torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=False)
+        text = data.numpy().tobytes()
+        received = value if is_root else torch.load(io.BytesIO(self._opened(text, root)), weights_only=False)
+        self._messages += 1
+        return received
 
     def process_group(self) -> dist.ProcessGroup:
         """Return torch's process group of this generation; make it if there is none.
@@ -172,9 +183,39 @@ class ReplicaWorkers:
         if self._group is not None:
             self._group.backend.close()
 
+    def _sealed(self, data: bytes, rank: int) -> bytes:
+        """Return the message of a rank, with a digest that only the members can compute."""
+        return self._digest(data, rank) + data
+
+    def _opened(self, text: bytes, rank: int) -> bytes:
+        """Return the message that `_sealed` took. It is unpickled, and gloo and NCCL take connections from anyone.
+
+        Raises:
+            Unauthenticated: it is not from that rank.
+        """
+        digest, data = text[:_DIGEST_BYTES], text[_DIGEST_BYTES:]
+        if not hmac.compare_digest(digest, self._digest(data, rank)):
+            raise Unauthenticated(
+                f"{self.node.name}: a message from {self.membership.members[rank]} was changed on its way, or another "
+                "process has sent it: nothing of it was used"
+            )
+        return data
+
+    def _digest(self, data: bytes, rank: int) -> bytes:
+        """Return the message's digest; the key is what the members told the coordinator when they met."""
+        if self.backend.is_authenticated:
+            return bytes(_DIGEST_BYTES)
+        key = hashlib.sha256(b"".join(self.membership.endpoints)).digest()
+        place = f"{self.membership.generation} {self._messages} {rank} ".encode()
+        return hmac.digest(key, place + data, "sha256")
+
     def _tell(self, event: str, **facts: Any) -> None:
         path = RunFolder(Path(self.node.run_dir)).events
         if path.exists():
             events = EventLog(path)
             events.write(event, self.node.name, **facts)
             events.close()
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
