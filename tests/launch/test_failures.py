@@ -19,7 +19,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.errors import ChannelClosed
-from lp_pipe.launch.coordination import coordinator, first_failure
+from lp_pipe.launch.coordination import coordinator, node_lifecycle
 from tests.waiting import until
 
 WITHIN_S = 20.0
@@ -436,7 +436,7 @@ def test_a_killed_node_is_reported_although_a_grandchild_holds_its_output_open(n
 
 def test_a_client_of_an_echo_waits_for_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     # A neighbour of a killed stage says first that its channel is closed: the client was told that, and no more.
-    for module in (coordinator, first_failure):
+    for module in (coordinator, node_lifecycle):
         monkeypatch.setattr(module, "ECHO_PATIENCE_S", WITHIN_S)
     may_fail = threading.Event()
 
