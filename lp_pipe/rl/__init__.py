@@ -8,6 +8,10 @@ from lp_pipe.rl.adders import NStepAdder as NStepAdder
 from lp_pipe.rl.adders import RolloutAdder as RolloutAdder
 from lp_pipe.rl.adders import SequenceAdder as SequenceAdder
 from lp_pipe.rl.adders import Transition as Transition
+from lp_pipe.rl.environment_loop import Counter as Counter
+from lp_pipe.rl.environment_loop import EnvironmentFailed as EnvironmentFailed
+from lp_pipe.rl.environment_loop import EnvironmentLoop as EnvironmentLoop
+from lp_pipe.rl.environment_loop import Observer as Observer
 from lp_pipe.rl.replay.node import ReplayNode as ReplayNode
 from lp_pipe.rl.replay.rate_limiter import MinSize as MinSize
 from lp_pipe.rl.replay.rate_limiter import RateLimiter as RateLimiter
