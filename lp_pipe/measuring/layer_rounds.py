@@ -143,12 +143,12 @@ class Work:
     batch: tuple[Any, Any]
     device: str
 
-    def rounds(self) -> "Rounds":
+    def rounds(self) -> "LayerRounds":
         """Return rounds of new copies of the layers."""
         layers = build_layers(self.sources, 0, self.seed)
         tie(layers, 0, self.tied, {}, self.seed)
         place = torch.device(self.device)
-        return Rounds(layers, self.loss, self.seed, to_device(self.batch, place), place)
+        return LayerRounds(layers, self.loss, self.seed, to_device(self.batch, place), place)
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Measured:
     meter: PeakMeter | None = None  # only in the round of peak_bytes, which takes longer
 
 
-class Rounds:
+class LayerRounds:
     """Forwards and backwards of one micro-batch through stages of one layer each."""
 
     def __init__(self, layers: Sequence[nn.Module], loss: Loss, seed: int, batch: Any, device: torch.device) -> None:

@@ -72,7 +72,9 @@ def evolution_strategies(
             program.add_node(lp.CourierNode(EvolutionWorker, make_problem, settings)) for _ in range(num_workers)
         ]
     stopping = Stopping(iterations, target, evaluate_every)
-    program.add_node(lp.PyClassNode(Learner, workers, make_problem, settings, stopping, on_result), label="learner")
+    program.add_node(
+        lp.PyClassNode(EvolutionLearner, workers, make_problem, settings, stopping, on_result), label="learner"
+    )
     return program
 
 
@@ -124,7 +126,7 @@ class Stopping:
     evaluate_every: int
 
 
-class Learner:
+class EvolutionLearner:
     """A node that distributes the pairs of each iteration, collects their returns, and ends the program."""
 
     def __init__(

@@ -16,7 +16,7 @@ from lp_pipe.address import Address
 from lp_pipe.context import context
 from lp_pipe.errors import PipelineError, Unavailable
 from lp_pipe.pipeline.conductor.async_steps import AsynchronousSteps
-from lp_pipe.pipeline.conductor.evaluation import Evaluation, WindowMeans, checked_window, result_of
+from lp_pipe.pipeline.conductor.evaluation import RunningEvaluation, WindowMeans, checked_window, result_of
 from lp_pipe.pipeline.conductor.mirrors import StageMirrors, check_guards
 from lp_pipe.pipeline.conductor.steps import ForwardOnlySteps, Steps, SynchronousSteps, summed
 from lp_pipe.pipeline.conductor.whole_model import Copy, WholeModel
@@ -80,7 +80,7 @@ class Conductor:
         self._last = pipeline.ranks.of(pipeline.placement[-1])
         self._steps: Steps = _kind_of_steps(pipeline)(pipeline, self._workers, feeder)
         self._mirrors = StageMirrors(self._workers, self._steps)
-        self._evaluations: dict[str, Evaluation] = {}
+        self._evaluations: dict[str, RunningEvaluation] = {}
         self._results_of_evaluations: dict[str, Future[EvalResult]] = {}
         self._queue = DaemonPool(1, "pipeline operations")
         context().exit_stack.callback(self._queue.close)
@@ -132,7 +132,7 @@ class Conductor:
 
         The stream also ends with the client's connection: a client that dies does not hold up others.
         """
-        evaluation = self._evaluations[number] = Evaluation()
+        evaluation = self._evaluations[number] = RunningEvaluation()
         result = self._begin_in_turn(lambda: evaluation.run(self._evaluate), only_reads=True)
         self._results_of_evaluations[number] = result
         try:

@@ -35,7 +35,7 @@ def result_of(windows: Sequence[WindowMeans]) -> EvalResult:
 Infer = Callable[[Sequence[Batch]], WindowMeans]
 
 
-class Evaluation:
+class RunningEvaluation:
     """An operation of the conductor that evaluates window after window until `end`.
 
     No other operation runs in between, so that all windows see the same weights.

@@ -8,7 +8,7 @@ from random import Random
 
 from lp_pipe.errors import ScheduleError
 from lp_pipe.pipeline.schedule.costs import Costs, Seconds, one_each
-from lp_pipe.pipeline.schedule.greedy import Policy, list_schedule
+from lp_pipe.pipeline.schedule.greedy import OrderPolicy, list_schedule
 from lp_pipe.pipeline.schedule.ir import Schedule
 from lp_pipe.pipeline.schedule.numbers_given import as_int
 from lp_pipe.pipeline.schedule.orders import (
@@ -117,7 +117,7 @@ class _PlacementSearch:
 
     def _best_list_schedule(self) -> Orders:
         """Change one part of the policy at a time, and keep what helps, until no change does."""
-        policy = Policy(caps=self._caps(1.0))
+        policy = OrderPolicy(caps=self._caps(1.0))
         best = list_schedule(self.problem, policy)
         best_s = self._seconds(best)
         tries, at_rest = self.tries - 1, False
@@ -134,7 +134,7 @@ class _PlacementSearch:
                     break
         return best
 
-    def _neighbours(self, policy: Policy) -> Iterator[Policy]:
+    def _neighbours(self, policy: OrderPolicy) -> Iterator[OrderPolicy]:
         for factor in (1.0, 1.5, 2.0, 3.0, float("inf")):
             yield replace(policy, caps=self._caps(factor))
         for after_forward, after_backward in ((INPUTS, FORWARD), (FORWARD, FORWARD), (INPUTS, INPUTS)):

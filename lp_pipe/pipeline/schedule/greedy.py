@@ -8,7 +8,7 @@ from lp_pipe.pipeline.schedule.orders import FORWARD, INPUTS, WEIGHTS, OrderingP
 
 
 @dataclass(frozen=True)
-class Policy:
+class OrderPolicy:
     """The preferences of a free worker.
 
     caps: activations by worker from which on no forward starts; within the problem's limits.
@@ -34,7 +34,7 @@ class _Choice(NamedTuple):
     request: int  # the number of the request to this worker; a choice of an older request is void
 
 
-def list_schedule(problem: OrderingProblem, policy: Policy) -> Orders:
+def list_schedule(problem: OrderingProblem, policy: OrderPolicy) -> Orders:
     """Order all actions as they start. No deadlock is possible: see `_Workers.may_stash`."""
     workers = _Workers(problem, policy)
     choices = [choice for worker in range(problem.workers) for choice in workers.ask(worker, 0.0)]
@@ -50,7 +50,7 @@ def list_schedule(problem: OrderingProblem, policy: Policy) -> Orders:
 
 
 class _Workers:
-    def __init__(self, problem: OrderingProblem, policy: Policy) -> None:
+    def __init__(self, problem: OrderingProblem, policy: OrderPolicy) -> None:
         self.problem = problem
         self.policy = policy
         self.orders: Orders = [[] for _ in range(problem.workers)]

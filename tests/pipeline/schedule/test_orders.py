@@ -8,7 +8,7 @@ import pytest
 from lp_pipe.pipeline.schedule import Schedule, make_schedule, simulate, verify
 from lp_pipe.pipeline.schedule.auto import improve, join_backwards
 from lp_pipe.pipeline.schedule.costs import Costs
-from lp_pipe.pipeline.schedule.greedy import Policy, list_schedule
+from lp_pipe.pipeline.schedule.greedy import OrderPolicy, list_schedule
 from lp_pipe.pipeline.schedule.orders import (
     FORWARD,
     INPUTS,
@@ -80,7 +80,7 @@ def test_list_schedules_are_whole_within_limits_and_need_four_credits(
 ) -> None:
     limit = len(placement) // (max(placement) + 1) + slack
     asked = problem(placement, 9, limit)
-    policy = Policy(caps=asked.limits, after_forward=preferred, after_backward=preferred, frees_memory=bool(slack))
+    policy = OrderPolicy(caps=asked.limits, after_forward=preferred, after_backward=preferred, frees_memory=bool(slack))
     verify(to_schedule("greedy", list_schedule(asked, policy)), credits=4, memory=limit)
 
 
