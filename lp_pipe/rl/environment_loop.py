@@ -65,7 +65,7 @@ class EpisodeReturn(NamedTuple):
 
 
 @dataclass
-class Steps:
+class LoopSteps:
     """What a loop has done. items: those the adder made, in order, as one tree with a leading axis, or None."""
 
     steps: int
@@ -163,7 +163,7 @@ class EnvironmentLoop:
         num_episodes: int | None = None,
         *,
         counts: Mapping[str, int] | None = None,
-    ) -> Steps:
+    ) -> LoopSteps:
         """Act for so many steps, over all environments, or until so many episodes have ended.
 
         A VectorEnv steps as a whole: its last step is left out if it would be too many. counts: what the policy gets,
@@ -176,7 +176,7 @@ class EnvironmentLoop:
         if (num_steps is None) == (num_episodes is None):
             raise ValueError("run: give num_steps or num_episodes")
         known = {**(self._counter.get() if counts is None and self._counter is not None else counts or {})}
-        done = Steps(0, [], [])
+        done = LoopSteps(0, [], [])
         failures = 0
         while num_episodes is None or len(done.episodes) < num_episodes:
             left = None if num_steps is None else num_steps - done.steps
@@ -211,7 +211,7 @@ class EnvironmentLoop:
             return rows
         return None if self._is_vector else rows[:left]
 
-    def _turn(self, rows: list[int], known: dict[str, int], done: Steps) -> None:
+    def _turn(self, rows: list[int], known: dict[str, int], done: LoopSteps) -> None:
         """Take one step in each of these environments."""
         extras: list[Any] = [None] * self.size
         before = list(self._states)
@@ -306,7 +306,7 @@ class EnvironmentLoop:
         for observer in self._observers:
             observer.observe_first(self._of(index), self._observations[index])
 
-    def _make_anew(self, index: int, done: Steps) -> None:
+    def _make_anew(self, index: int, done: LoopSteps) -> None:
         """Replace an environment that failed; what is pending of its episode ends as if it were truncated."""
         assert self._restart is not None
         self.restarts += 1
