@@ -238,8 +238,8 @@ def _collect(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int
     """Delete checkpoints on the disk that the experiment does not name."""
     found, _ = _find(arguments.id)
     with closing(Reading(found.folder, None)) as reading:
-        named = {Path(path) for path, *_ in reading.checkpoints()}
-    left = [path for path in found.folder.glob("trials/*/checkpoints/attempt-*/*") if path not in named]
+        named = {Path(path).resolve() for path, *_ in reading.checkpoints()}
+    left = [path for path in found.folder.glob("trials/*/checkpoints/attempt-*/*") if path.resolve() not in named]
     if ExperimentFolder(found.folder).owner() is not None:
         raise UsageError(f"experiment {found.folder.name} runs, and deletes what it does not keep by itself")
     for path in left:

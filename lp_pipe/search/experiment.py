@@ -19,7 +19,7 @@ import lp_pipe as lp
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.run_dir import usual_runs
 from lp_pipe.search.searcher_node import ExperimentSettings, Fork, Keep, SearcherNode
-from lp_pipe.search.searchers import Grid, Random, Searcher
+from lp_pipe.search.searchers import Grid, Random, Rows, Searcher, TrialRows
 from lp_pipe.search.space import Constant, Params, dimensions, flat, nested
 from lp_pipe.search.store import Reading, TrialRecord, read_only, rows_in
 from lp_pipe.search.trial import Trial, TrialSlot
@@ -88,7 +88,7 @@ def experiment(
     if isinstance(searcher, Grid):
         searcher = searcher.over(space)
     patterns = _compiled(on_log or {})
-    path = Path(folder) if folder is not None else usual_runs() / "experiments" / name
+    path = (Path(folder) if folder is not None else usual_runs() / "experiments" / name).absolute()
     definition = _Definition(searcher, repr(list(dimensions(space))), _digest(trial), seed)
     _check_is_same(path, definition)
     recipe = _Recipe(trial, space, slots, seed, max_restarts, resources, keep, on_log)
@@ -188,6 +188,14 @@ class TrialSummary(NamedTuple):
     checkpoint: Path | None
 
 
+class ChangedDecision(NamedTuple):
+    """A trial that has run to a step, although the searcher would have stopped it at `until_step` by the rows then."""
+
+    trial: int
+    step: int
+    until_step: int
+
+
 class Row(NamedTuple):
     """One reported number. time: seconds since the epoch."""
 
@@ -223,12 +231,12 @@ class Experiment:
         """Return every trial that has started, by id."""
         searcher = self._definition.searcher
         with closing(Reading(self.folder, searcher.metric)) as reading:
-            rows = reading.rows()
+            rows, is_paused = reading.rows(), reading.is_paused()
             return [
                 TrialSummary(
                     one.id,
                     one.params,
-                    _state_of(one, searcher.may_go_on(rows, one.id), searcher.max_steps),
+                    _state_of(one, searcher.may_go_on(rows, one.id), searcher.max_steps, is_paused),
                     one.newest,
                     one.attempt,
                     one.error,
@@ -236,6 +244,34 @@ class Experiment:
                 )
                 for one in sorted(reading.trials.values(), key=lambda one: one.id)
             ]
+
+    def replay(self) -> list[ChangedDecision]:
+        """Decide again at each report, by what was committed before it; return what would be decided otherwise now.
+
+        The list is empty, unless the file or the searcher's rule has changed.
+        """
+        searcher = self._definition.searcher
+        trials: dict[int, TrialRows] = {}
+        reports: list[tuple[int, int]] = []
+        targets: dict[int, float] = {}
+        changed = []
+        with closing(Reading(self.folder, searcher.metric)) as reading:
+            history = reading.history()
+        for _, trial, step, value, outcome in history:
+            known = trials.get(trial, TrialRows())
+            if outcome:
+                trials[trial] = replace(known, outcome=outcome)  # type: ignore[arg-type]  # of the query's names
+                continue
+            if step > targets.get(trial, 0):
+                target = searcher.target(Rows(trials, reports), trial)
+                targets[trial] = math.inf if target is None else target
+                if target is not None and step > target:
+                    changed.append(ChangedDecision(trial, step, target))
+            values = {**known.values, step: math.nan if value is None else value}
+            trials[trial] = TrialRows(values, max(step, known.step), known.outcome)
+            if step not in known.values:  # else another attempt runs this step again
+                reports.append((trial, step))
+        return changed
 
     def is_over(self) -> bool:
         """Return whether no trial is left to run."""
@@ -288,13 +324,13 @@ def open(name: Path | str) -> Experiment:
     )
 
 
-def _state_of(record: TrialRecord, may_go_on: bool, max_steps: int | None) -> str:
+def _state_of(record: TrialRecord, may_go_on: bool, max_steps: int | None, is_paused: bool) -> str:
     if record.outcome:
         return record.outcome
     if record.slot is not None:
         return "running"
     if may_go_on:
-        return "waiting"
+        return "paused" if is_paused else "waiting"
     return "finished" if record.newest == max_steps else "stopped"
 
 

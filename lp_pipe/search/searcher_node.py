@@ -4,16 +4,17 @@ import logging
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lp_pipe as lp
 from lp_pipe.errors import Unrecoverable
 from lp_pipe.programs.waiting import Changes
-from lp_pipe.search.searchers import Searcher
+from lp_pipe.search.searchers import Grid, Searcher
 from lp_pipe.search.space import Params
 from lp_pipe.search.store import Store, TrialRecord
 
@@ -28,7 +29,8 @@ class AllTrialsFailed(Unrecoverable):
 class Keep:
     """Which checkpoints stay on the disk: those that any of the three numbers keeps.
 
-    experiment_best: the newest checkpoints of so many best trials. trial_best, trial_latest: of each trial.
+    experiment_best: the checkpoints of the so many best reports of all. trial_best, trial_latest: of each trial. The
+        newest checkpoint of a trial that may go on always stays.
     """
 
     experiment_best: int = 1
@@ -57,6 +59,7 @@ class ExperimentSettings:
     keep: Keep
     facts: Mapping[str, bytes]
     fork: Fork | None = None
+    launch: str = field(default_factory=lambda: uuid.uuid4().hex)  # tells a restart of the node from a later launch
 
 
 @dataclass(frozen=True)
@@ -89,37 +92,45 @@ class SearcherNode:
         self._settings = settings
         self._searcher = settings.searcher
         facts = {"address": own_client.address, "pid": os.getpid(), "run_dir": str(lp.context().run_dir)}
+        facts["launch"] = settings.launch
         self._store = Store(settings.folder, self._searcher.metric, {**settings.facts, **facts})
         lp.context().exit_stack.callback(self._store.close)
         self._changes = Changes()
-        self._incarnations: dict[int, str] = {}
-        self._is_paused = False
+        self._is_paused = self._store.is_paused()
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
+        lp.context().exit_stack.callback(self._deleting.shutdown)
         self._over = threading.Event()
         lp.register_stop_handler(self._over.set)
         if settings.fork is not None and not self._store.trials:
-            self._store.adopt(self._params(0), settings.fork.rows, *settings.fork.checkpoint)
+            path, step = settings.fork.checkpoint
+            own = settings.folder / "trials" / "0" / "checkpoints" / "attempt-0" / Path(path).name
+            shutil.copytree(path, own, dirs_exist_ok=True)  # the parent may delete its checkpoint, and a fork its own
+            self._store.adopt(self._params(0), settings.fork.rows, str(own), step)
         for record in self._running():
             if record.slot is not None and record.slot >= settings.num_slots:  # an earlier launch had more slots
                 self._slot_died(record)
 
     async def register(self, slot: int, incarnation: str) -> None:
         """Take note of a slot that has started: what it ran before its death is free for other slots."""
-        if self._incarnations.get(slot) == incarnation:
+        if not self._store.register(slot, incarnation):
             return
-        self._incarnations[slot] = incarnation
         for record in self._running():
             if record.slot == slot:
                 self._slot_died(record)
         self._changes.notify()
 
-    async def lease(self, slot: int) -> Lease | None:
-        """Wait for a trial that this slot should run; return None once the experiment is over, or the program stops."""
-        while True:
+    async def lease(self, slot: int, incarnation: str) -> Lease | None:
+        """Wait for a trial that this slot should run; return None once the experiment is over, or the program stops.
+
+        A slot that was taken for dead gets None too: its successor may run the trial that it asks for.
+        """
+        while self._store.is_present(slot, incarnation):
             held = next((record for record in self._running() if record.slot == slot), None)
             if held is not None:
                 return _lease_of(held)
             if self._is_over():
+                if not self._over.is_set():
+                    self._delete_checkpoints()
                 self._over.set()
                 return None
             running = [record.id for record in self._running()]
@@ -129,6 +140,7 @@ class SearcherNode:
                 return _lease_of(self._store.begin(work.trial, params, slot, work.until_step))
             if not await self._changes.wait():
                 return None
+        return None
 
     async def report(
         self, trial: int, attempt: int, step: int, values: Mapping[str, float], checkpoint: str | None
@@ -164,6 +176,8 @@ class SearcherNode:
     async def end(self, trial: int, attempt: int, outcome: Any, error: str | None) -> None:
         """Take note that a trial's own code has ended by itself."""
         if self._is_held(trial, attempt):
+            if outcome == "invalid" and not isinstance(self._searcher, Grid) and not self._has_others(trial):
+                outcome, error = "failed", f"InvalidParams, and the space has no other parameters to draw: {error}"
             self._store.end(trial, attempt, outcome, error)
             if error:
                 _log.warning("trial %d %s: %s", trial, outcome, error.strip().splitlines()[-1])
@@ -171,16 +185,18 @@ class SearcherNode:
 
     async def pause(self) -> None:
         """Stop every trial at its next report, and start none."""
+        if not self._is_paused:
+            self._store.pause(self._settings.launch)
         self._is_paused = True
-        self._store.log_event("pause")
 
     async def resume(self) -> bool:
         """Go on after `pause`; return False if the experiment was not paused."""
-        was_paused, self._is_paused = self._is_paused, False
-        if was_paused:
-            self._store.log_event("resume")
-            self._changes.notify()
-        return was_paused
+        if not self._is_paused:
+            return False
+        self._store.pause(None)
+        self._is_paused = False
+        self._changes.notify()
+        return True
 
     async def state(self) -> str:
         """Return "running", "pausing" (trials still run to their next report) or "paused"."""
@@ -212,8 +228,8 @@ class SearcherNode:
         if lp.stop_event().is_set():
             return
         records = list(self._store.trials.values())
-        failed = [record for record in records if record.outcome == "failed"]
-        if failed and all(record.outcome in ("failed", "invalid") for record in records):
+        failed = [record for record in records if record.outcome in ("failed", "invalid")]
+        if failed and len(failed) == len(records):
             last = failed[-1].error or ""
             raise AllTrialsFailed(f"all {len(failed)} trials failed; the last one, trial {failed[-1].id}:\n{last}")
         lp.stop()
@@ -235,6 +251,10 @@ class SearcherNode:
     def _params(self, trial: int) -> Params:
         return self._searcher.params(self._settings.space, self._settings.seed, trial)
 
+    def _has_others(self, trial: int) -> bool:
+        """Return whether another trial may have other parameters; else one that is invalid would follow the other."""
+        return any(self._params(trial) != self._params(trial + n * self._searcher.size) for n in range(1, 17))
+
     def _slot_died(self, record: TrialRecord) -> None:
         attempt = record.attempt
         self._store.slot_died(record)
@@ -244,20 +264,15 @@ class SearcherNode:
             self._store.end(record.id, attempt, "failed", why)
 
     def _delete_checkpoints(self) -> None:
-        kept, keep = set(), self._settings.keep
-        sign = 1.0 if self._searcher.mode == "min" else -1.0
+        keep, sign = self._settings.keep, 1.0 if self._searcher.mode == "min" else -1.0
+        latest = keep.trial_latest if self._is_over() else max(1, keep.trial_latest)
         found = self._store.checkpoints()
-        by_trial: dict[int, list[tuple[str, int, float | None]]] = {}
-        for path, trial, step, value in found:
-            by_trial.setdefault(trial, []).append((path, step, value))
-        newest_of_best = []
-        for trial, checkpoints in by_trial.items():
-            ranked = sorted((sign * value, path) for path, _, value in checkpoints if value is not None)
-            kept |= {path for path, _, _ in checkpoints[-max(1, keep.trial_latest) :]}
-            kept |= {path for _, path in ranked[: keep.trial_best]}
-            if ranked:
-                newest_of_best.append((ranked[0][0], trial, ranked[0][1]))
-        kept |= {path for _, _, path in sorted(newest_of_best)[: keep.experiment_best]}
+        ranked = sorted((sign * value, trial, step, path) for path, trial, step, value in found if value is not None)
+        kept = {path for *_, path in ranked[: keep.experiment_best]}
+        for trial in {trial for _, trial, _, _ in found}:
+            newest_first = [path for path, owner, _, _ in reversed(found) if owner == trial]
+            best_first = [path for _, owner, _, path in ranked if owner == trial]
+            kept |= {*newest_first[:latest], *best_first[: keep.trial_best]}
         for path, *_ in found:
             if path not in kept:
                 self._store.forget_checkpoint(path)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from lp_pipe.search.space import Params, draw, grid
 
 Brackets = Literal["aggressive", "standard", "conservative"]
-Outcome = Literal["", "finished", "failed", "invalid"]
+Outcome = Literal["", "finished", "stopped", "failed", "invalid"]
 _MAX_RUNGS = 5
 
 
@@ -22,7 +22,7 @@ class TrialRows:
 
     values: of the searcher's metric, by step. step: the newest with a row, of any metric.
     outcome: how its own code ended: "" while it has not, "finished" if it returned before its last step, "failed", or
-        "invalid": its parameters cannot be tried (InvalidParams).
+        "invalid": its parameters cannot be tried (InvalidParams). "stopped": it was killed by a user.
     """
 
     values: Mapping[int, float] = field(default_factory=dict)
@@ -69,6 +69,10 @@ class Searcher(Protocol):
 
     @property
     def max_steps(self) -> int | None: ...
+
+    @property
+    def size(self) -> int:
+        """The number of trials, without those that replace invalid ones."""
 
     def next(self, rows: Rows, running: Iterable[int] = ()) -> list[Assigned]:
         """Return the trials that should run now and are not `running`, the most urgent first."""
@@ -177,6 +181,15 @@ class Grid(_EachToItsEnd):
         """
         return replace(self, combinations=tuple(grid(space)))
 
+    def next(self, rows: Rows, running: Iterable[int] = ()) -> list[Assigned]:
+        """Return the combinations to run that are not `running`; no other one replaces one that is invalid."""
+        busy = set(running)
+        return [
+            Assigned(trial, self.max_steps)
+            for trial in range(self.size)
+            if trial not in busy and _is_open(rows.of(trial), self.max_steps)
+        ]
+
     def params(self, space: Mapping[str, Any], seed: int, trial: int) -> Params:
         return self.combinations[trial % self.size]
 
@@ -222,6 +235,10 @@ class Halving:
         if self.brackets not in ("aggressive", "standard", "conservative"):
             known = "aggressive, standard, conservative"
             raise ValueError(f"Halving: brackets must be one of {known}, got {self.brackets!r}")
+
+    @property
+    def size(self) -> int:
+        return self.max_trials
 
     def next(self, rows: Rows, running: Iterable[int] = ()) -> list[Assigned]:
         """Return the trials that should run now and are not `running`: those of the longest rungs first, then by id."""
@@ -354,7 +371,7 @@ class Halving:
             value = found.values.get(bracket.steps[rung], math.nan)
             if found.outcome == "finished" and found.values and bracket.steps[rung] not in found.values:
                 value = found.values[max(found.values)]
-            is_out = found.outcome == "failed" and bracket.steps[rung] not in found.values
+            is_out = found.outcome in ("failed", "stopped") and bracket.steps[rung] not in found.values
             if not math.isnan(value) and not is_out:
                 ranked.append((sign * value, trial))
         return [trial for _, trial in sorted(ranked)]

@@ -4,8 +4,9 @@
     rows          what trials reported, in commit order; (trial, name, step) is unique
     superseded    rows of steps that a later attempt has run again
     checkpoints   those on the disk
+    slots         the process that each slot is now; an earlier one gets no trial
     events        what happened to the experiment and its trials
-    facts         its definition (a pickle), and the run that is or was its newest launch
+    facts         its definition (a pickle), the run that is or was its newest launch, and the launch that is paused
 
 A report is one transaction: its row, its checkpoint and the trial's state, or nothing of it.
 """
@@ -44,6 +45,7 @@ CREATE TABLE IF NOT EXISTS superseded (
     trial INTEGER, step INTEGER, name INTEGER, value REAL, time REAL, attempt INTEGER);
 CREATE TABLE IF NOT EXISTS checkpoints (
     path TEXT PRIMARY KEY, trial INTEGER NOT NULL, step INTEGER NOT NULL, value REAL);
+CREATE TABLE IF NOT EXISTS slots (id INTEGER PRIMARY KEY, incarnation TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value);
 CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, event TEXT NOT NULL, trial INTEGER, what TEXT);
 """
@@ -129,6 +131,25 @@ class Reading:
         """Return the definition (a pickle), the address and the pid of the searcher's node, and the run's folder."""
         return dict(self._db.execute("SELECT name, value FROM facts"))
 
+    def is_paused(self) -> bool:
+        """Return whether the newest launch is paused; a later launch goes on."""
+        facts = self.facts()
+        return facts.get("paused") is not None and facts.get("paused") == facts.get("launch")
+
+    def history(self) -> list[tuple[float, int, int, float | None, str]]:
+        """Return (time, trial, step, value, outcome) of all that ever decided, in the order of time.
+
+        A report of the metric has no outcome; an outcome has step 0. Superseded reports are among them.
+        """
+        metric = self._names.get(self._metric or "", -1)
+        query = (
+            "SELECT time, trial, step, value, '' FROM superseded WHERE name=?1 "
+            "UNION ALL SELECT * FROM (SELECT time, trial, step, value, '' FROM rows WHERE name=?1 ORDER BY n) "
+            "UNION ALL SELECT time, trial, 0, NULL, event FROM events WHERE event IN ('finished', 'failed', 'invalid', "
+            "'stopped')"
+        )
+        return sorted(self._db.execute(query, (metric,)), key=lambda found: found[0])
+
     def _open(self, folder: Path) -> sqlite3.Connection:
         return read_only(folder)
 
@@ -179,6 +200,24 @@ class Store(Reading):
         super().close()
         self._lock.truncate(0)
         self._lock.close()
+
+    def register(self, slot: int, incarnation: str) -> bool:
+        """Make this the slot's present process; return False if it was that already."""
+        if self.is_present(slot, incarnation):
+            return False
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO slots VALUES (?,?)", (slot, incarnation))
+        return True
+
+    def is_present(self, slot: int, incarnation: str) -> bool:
+        """Return whether this is the slot's present process, and not one that was taken for dead."""
+        found = self._db.execute("SELECT incarnation FROM slots WHERE id=?", (slot,)).fetchone()
+        return found is not None and bool(found[0] == incarnation)
+
+    def pause(self, launch: str | None) -> None:
+        """Record which launch is paused; None: none is."""
+        with self._transaction("resume" if launch is None else "pause"):
+            self._db.execute("INSERT OR REPLACE INTO facts VALUES ('paused',?)", (launch,))
 
     def begin(self, trial: int, params: Params, slot: int, until_step: int | None) -> TrialRecord:
         """Start the next attempt of a trial on a slot; it goes on from the trial's newest checkpoint."""
@@ -250,6 +289,9 @@ class Store(Reading):
                 self._db.execute(
                     "INSERT OR REPLACE INTO checkpoints VALUES (?,?,?,?)", (checkpoint, trial, step, value)
                 )
+        for old in [old for old in record.values if old >= step]:
+            del record.values[old]
+            self.reports.remove((trial, old))
         record.step, record.newest, record.deaths = step, step, 0
         if checkpoint is not None:
             record.checkpoint = checkpoint, step
@@ -274,9 +316,9 @@ class Store(Reading):
 
     def kill(self, record: TrialRecord) -> None:
         """End a trial for good: reports of its slot, if one runs it, are stale from now on."""
-        with self._transaction("kill", record.id):
-            self._db.execute("UPDATE trials SET slot=NULL, outcome='finished' WHERE id=?", (record.id,))
-        record.slot, record.outcome = None, "finished"
+        with self._transaction("stopped", record.id, "kill"):
+            self._db.execute("UPDATE trials SET slot=NULL, outcome='stopped' WHERE id=?", (record.id,))
+        record.slot, record.outcome = None, "stopped"
 
     def slot_died(self, record: TrialRecord) -> None:
         """Record that the slot of a running trial has died; the trial waits for another one."""
@@ -316,18 +358,21 @@ class Store(Reading):
             f"INSERT INTO superseded SELECT trial, step, name, value, time, attempt {where}", (record.id, step)
         )
         self._db.execute(f"DELETE {where}", (record.id, step))
-        for old in [old for old in record.values if old >= step]:
-            del record.values[old]
-            self.reports.remove((record.id, old))
 
     def _name(self, name: str) -> int:
         if name not in self._names:
-            cursor = self._db.execute("INSERT INTO names (name) VALUES (?)", (name,))
-            self._names[name] = cursor.lastrowid or 0
+            self._db.execute("INSERT OR IGNORE INTO names (name) VALUES (?)", (name,))
+            (self._names[name],) = self._db.execute("SELECT id FROM names WHERE name=?", (name,)).fetchone()
         return self._names[name]
 
-    def _transaction(self, event: str = "", trial: int | None = None, what: str | None = None) -> "_Transaction":
-        return _Transaction(self._db, event, trial, what)
+    @contextlib.contextmanager
+    def _transaction(self, event: str = "", trial: int | None = None, what: str | None = None) -> Iterator[None]:
+        try:
+            with _Transaction(self._db, event, trial, what):
+                yield
+        except BaseException:
+            self._names.clear()  # the file may not have a name that this transaction has added
+            raise
 
 
 class _Transaction:
@@ -342,12 +387,14 @@ class _Transaction:
         self._db.execute("BEGIN IMMEDIATE")
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is not None:
-            self._db.execute("ROLLBACK")
-            return
-        if self._event[1]:
-            self._db.execute("INSERT INTO events VALUES (?,?,?,?)", self._event)
-        self._db.execute("COMMIT")
+        try:
+            if kind is None:
+                if self._event[1]:
+                    self._db.execute("INSERT INTO events VALUES (?,?,?,?)", self._event)
+                self._db.execute("COMMIT")
+        finally:
+            if self._db.in_transaction:  # a failed write may have rolled it back already
+                self._db.execute("ROLLBACK")
 
 
 def _locked(folder: ExperimentFolder) -> Any:

@@ -193,11 +193,12 @@ class TrialSlot:
         self._seed = seed
         self._patterns = patterns
         self._index = lp.context().index
-        ask(searcher, "register", self._index, uuid.uuid4().hex)
+        self._incarnation = uuid.uuid4().hex
+        ask(searcher, "register", self._index, self._incarnation)
 
     @until_the_stop()
     def run(self) -> None:
-        while (lease := ask(self._searcher, "lease", self._index)) is not None:
+        while (lease := ask(self._searcher, "lease", self._index, self._incarnation)) is not None:
             folder = self._folder / "trials" / str(lease.trial)
             trial = Trial(lease, self._searcher, folder, self._seed + lease.trial)
             print(f"trial {trial.id}, attempt {trial.attempt}: after step {lease.step}, {trial.params}", flush=True)

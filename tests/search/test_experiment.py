@@ -4,6 +4,8 @@ import math
 import os
 import signal
 import sys
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import torch
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 import lp_pipe.search as ls
+from lp_pipe.rpc import CourierClient
+from lp_pipe.search.store import Reading
+from tests.waiting import until
 
 SPACE = {"lr": ls.log(1e-4, 1.0), "opt": {"decay": ls.uniform(0.0, 0.1), "name": "sgd"}}
 WITHIN_S = 60.0
@@ -79,6 +84,7 @@ def test_rows_do_not_depend_on_slots(undisturbed: list[tuple[int, int, str, floa
     assert best.value == min(value for *_, value in undisturbed) and best.params == found.trials()[best.trial].params
     assert sorted(one.state for one in found.trials()) == ["finished"] * 2 + ["stopped"] * 6
     assert found.curves()[best.trial][-1] == (4, best.value)
+    assert found.replay() == []
 
 
 def test_slots_that_are_killed_lose_and_repeat_nothing(
@@ -215,6 +221,8 @@ def test_a_fork_goes_on_from_a_checkpoint_with_another_parameter(tmp_path: Path)
         forked = ls.open(tmp_path / program.name)
         (only,) = forked.trials()
         assert only.params["opt"]["decay"] == 0.5 and only.params["lr"] == parent.trials()[0].params["lr"]
+        kept = parent.trials()[0].checkpoint
+        assert kept is not None and kept.is_dir()  # the fork deletes its own alone
         assert [row.step for row in forked.rows()] == [1, 2, 3] and {row.attempt for row in forked.rows()} == attempts
     with pytest.raises(ValueError, match=r"decoy.*decay"):
         ls.fork(parent, 0, {"opt.decoy": 0.5})
@@ -229,3 +237,90 @@ def test_an_experiment_whose_trials_all_fail_ends_with_their_error(tmp_path: Pat
     with pytest.raises(lp.NodeError, match=r"AllTrialsFailed.*2 trials") as failure:
         run.wait(WITHIN_S)
     assert failure.value.label == "searcher" and "in trial 1" in str(failure.value)
+
+
+def test_a_killed_trial_is_stopped_and_a_pause_shows(tmp_path: Path) -> None:
+    entered, left = tmp_path / "entered", tmp_path / "left"  # a trial is pickled: it can hold no event
+
+    def waits(t: ls.Trial) -> None:
+        for _ in t.steps():
+            if t.id == 1 and not left.exists():
+                entered.touch()
+                until(left.exists)
+            t.report({"loss": float(t.id)})
+
+    searcher = ls.Random("loss", max_trials=3, max_steps=3)
+    program = ls.experiment("killed", waits, space=SPACE, searcher=searcher, folder=tmp_path)
+    with lp.launch(program, "thread") as run:
+        until(entered.exists)
+        with closing(Reading(tmp_path, "loss")) as reading:
+            client = CourierClient(str(reading.facts()["address"]))
+        client.kill(1)
+        client.pause()
+        left.touch()
+        until(lambda: client.state() == "paused")
+        assert client.resume() and not client.resume()
+        run.wait(WITHIN_S)
+    found = ls.open(tmp_path)
+    assert [(one.state, one.step) for one in found.trials()] == [("finished", 3), ("stopped", 0), ("finished", 3)]
+    assert found.replay() == []
+
+
+def test_a_paused_trial_is_said_to_be_paused(tmp_path: Path) -> None:
+    def slow(t: ls.Trial) -> None:
+        for _ in t.steps():
+            t.report({"loss": 1.0})
+            time.sleep(0.002)
+
+    searcher = ls.Random("loss", max_trials=1, max_steps=1_000_000)
+    program = ls.experiment("paused", slow, space=SPACE, searcher=searcher, folder=tmp_path)
+    with lp.launch(program, "thread"):
+        until(lambda: (tmp_path / "experiment.sqlite").exists() and ls.open(tmp_path).rows())
+        with closing(Reading(tmp_path, "loss")) as reading:
+            client = CourierClient(str(reading.facts()["address"]))
+        client.pause()
+        until(lambda: client.state() == "paused")
+        assert [one.state for one in ls.open(tmp_path).trials()] == ["paused"]
+
+
+@pytest.mark.parametrize("searcher", [ls.Random("loss", 2, 1), ls.Grid("loss", 1)], ids=["random", "grid"])
+def test_invalid_parameters_without_others_end_the_experiment(searcher: Any, tmp_path: Path) -> None:
+    def refuses(t: ls.Trial) -> None:
+        if t.id == 0:
+            raise ls.InvalidParams("never")
+        trial(t)
+
+    program = ls.experiment("invalid", refuses, space={"lr": 0.1}, searcher=searcher, folder=tmp_path)
+    run = lp.launch(program, "thread")
+    if isinstance(searcher, ls.Grid):  # its only trial
+        with pytest.raises(lp.NodeError):
+            run.wait(WITHIN_S)
+        assert [one.state for one in ls.open(tmp_path).trials()] == ["invalid"]
+    else:
+        run.wait(WITHIN_S)
+        assert [one.state for one in ls.open(tmp_path).trials()] == ["failed", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        (ls.Keep(1, 0, 0), {(0, 2)}),
+        (ls.Keep(2, 0, 0), {(0, 2), (0, 3)}),
+        (ls.Keep(0, 0, 1), {(0, 4), (1, 4)}),
+        (ls.Keep(1, 1, 1), {(0, 2), (0, 4), (1, 2), (1, 4)}),
+    ],
+)
+def test_keep_is_the_union_of_its_three(keep: ls.Keep, kept: set[tuple[int, int]], tmp_path: Path) -> None:
+    def curve(t: ls.Trial) -> None:
+        model = Model({"lr": 1.0})
+        t.restore(model)
+        for step in t.steps():
+            t.report({"loss": 10.0 * t.id + (0.0, 5.0, 1.0, 2.0, 3.0)[step]}, checkpoint=model)
+
+    searcher = ls.Random("loss", max_trials=2, max_steps=4)
+    program = ls.experiment("keep", curve, space=SPACE, searcher=searcher, keep=keep, folder=tmp_path)
+    lp.launch(program, "thread").wait(WITHIN_S)
+    with closing(Reading(tmp_path, "loss")) as reading:
+        named = {(owner, step): Path(path) for path, owner, step, _ in reading.checkpoints()}
+    assert named.keys() == kept
+    assert set(tmp_path.glob("trials/*/checkpoints/attempt-*/*")) == set(named.values())
