@@ -16,7 +16,7 @@ import lp_pipe as lp
 import lp_pipe.pipeline as pp
 import lp_pipe.search as ls
 from lp_pipe.rpc import CourierClient
-from lp_pipe.search.store import Reading
+from lp_pipe.search.store import ExperimentFolder, Reading
 from tests.waiting import until
 
 SPACE = {"lr": ls.log(1e-4, 1.0), "opt": {"decay": ls.uniform(0.0, 0.1), "name": "sgd"}}
@@ -275,7 +275,7 @@ def test_a_paused_trial_is_said_to_be_paused(tmp_path: Path) -> None:
     searcher = ls.Random("loss", max_trials=1, max_steps=1_000_000)
     program = ls.experiment("paused", slow, space=SPACE, searcher=searcher, folder=tmp_path)
     with lp.launch(program, "thread"):
-        until(lambda: (tmp_path / "experiment.sqlite").exists() and ls.open(tmp_path).rows())
+        until(lambda: ExperimentFolder(tmp_path).owner() and ls.open(tmp_path).rows())
         with closing(Reading(tmp_path, "loss")) as reading:
             client = CourierClient(str(reading.facts()["address"]))
         client.pause()
