@@ -18,6 +18,7 @@ import cloudpickle
 import lp_pipe as lp
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.run_dir import usual_runs
+from lp_pipe.search.samplers import check_sampler, name_of
 from lp_pipe.search.searcher_node import ExperimentSettings, Fork, Keep, SearcherNode
 from lp_pipe.search.searchers import Grid, Random, Rows, Searcher, TrialRows
 from lp_pipe.search.space import Constant, Params, dimensions, flat, nested
@@ -33,6 +34,7 @@ class _Definition:
     space: str
     code: str
     seed: int
+    sampler: str
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,17 @@ def experiment(
     Raises:
         ValueError: `slots` is below 1, a name in the space is no str, the space has no grid, or `on_log` has no valid
             pattern or another meaning than "fail".
+        ModuleNotFoundError: the searcher's sampler needs Optuna, which is not installed.
         LaunchError: the folder has an experiment with another trial, space, searcher or seed.
     """
     if slots < 1:
         raise ValueError(f"experiment {name!r}: slots must be at least 1, got slots={slots}")
     if isinstance(searcher, Grid):
         searcher = searcher.over(space)
+    check_sampler(searcher.sampler)
     patterns = _compiled(on_log or {})
     path = (Path(folder) if folder is not None else usual_runs() / "experiments" / name).absolute()
-    definition = _Definition(searcher, repr(list(dimensions(space))), _digest(trial), seed)
+    definition = _Definition(searcher, repr(list(dimensions(space))), _digest(trial), seed, name_of(searcher.sampler))
     _check_is_same(path, definition)
     recipe = _Recipe(trial, space, slots, seed, max_restarts, resources, keep, on_log)
     facts = {"definition": cloudpickle.dumps(definition), "recipe": _by_value(recipe, trial)}
@@ -122,7 +126,7 @@ def fork(
     number = 1
     while (folder := parent.folder.with_name(f"{parent.folder.name}-fork-{number}")).exists():
         number += 1
-    definition = _Definition(only, repr(list(dimensions(space))), _digest(recipe.trial), recipe.seed)
+    definition = _Definition(only, repr(list(dimensions(space))), _digest(recipe.trial), recipe.seed, "random")
     of_fork = {
         "definition": cloudpickle.dumps(definition),
         "recipe": _by_value(replace(recipe, space=space, slots=1), recipe.trial),
@@ -340,7 +344,7 @@ def _check_is_same(folder: Path, definition: _Definition) -> None:
         known = _definition_in(folder)
     except FileNotFoundError:
         return
-    changed = [name for name, value in vars(definition).items() if vars(known)[name] != value]
+    changed = [name for name, value in vars(definition).items() if vars(known).get(name, value) != value]
     if changed:
         raise LaunchError(
             f"{folder} holds an experiment with another {', '.join(changed)}: give this one another name or folder, or "

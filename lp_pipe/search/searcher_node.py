@@ -14,6 +14,7 @@ from typing import Any
 import lp_pipe as lp
 from lp_pipe.errors import Unrecoverable
 from lp_pipe.programs.waiting import Changes
+from lp_pipe.search.samplers import Sampled, suggest
 from lp_pipe.search.searchers import Grid, Searcher
 from lp_pipe.search.space import Params
 from lp_pipe.search.store import Store, TrialRecord
@@ -136,8 +137,8 @@ class SearcherNode:
             running = [record.id for record in self._running()]
             for work in [] if self._is_paused else self._searcher.next(self._store.rows(), running)[:1]:
                 known = self._store.trials.get(work.trial)
-                params = known.params if known else self._params(work.trial)
-                return _lease_of(self._store.begin(work.trial, params, slot, work.until_step))
+                params, sampled = (known.params, None) if known else self._suggestion(work.trial)
+                return _lease_of(self._store.begin(work.trial, params, slot, work.until_step, sampled))
             if not await self._changes.wait():
                 return None
         return None
@@ -250,6 +251,13 @@ class SearcherNode:
 
     def _params(self, trial: int) -> Params:
         return self._searcher.params(self._settings.space, self._settings.seed, trial)
+
+    def _suggestion(self, trial: int) -> tuple[Params, Sampled | None]:
+        """Return the parameters of a new trial, and what a sampler that learns keeps with it."""
+        if self._searcher.sampler == "random":
+            return self._params(trial), None
+        settings, rows = self._settings, self._store.rows()
+        return suggest(self._searcher, settings.space, settings.seed, trial, rows, self._store.sampled())
 
     def _has_others(self, trial: int) -> bool:
         """Return whether another trial may have other parameters; else one that is invalid would follow the other."""

@@ -74,6 +74,10 @@ class Searcher(Protocol):
     def size(self) -> int:
         """The number of trials, without those that replace invalid ones."""
 
+    @property
+    def sampler(self) -> Any:
+        """What draws parameters: "random", "tpe", "cmaes", or an Optuna sampler."""
+
     def next(self, rows: Rows, running: Iterable[int] = ()) -> list[Assigned]:
         """Return the trials that should run now and are not `running`, the most urgent first."""
 
@@ -94,6 +98,7 @@ class _EachToItsEnd:
     """The rule of searchers that run every trial to `max_steps`."""
 
     max_steps: int | None
+    sampler: Any = "random"
 
     @property
     def size(self) -> int:
@@ -135,13 +140,17 @@ class Single(_EachToItsEnd):
 
 @dataclass(frozen=True)
 class Random(_EachToItsEnd):
-    """Trials with drawn parameters, each to `max_steps`."""
+    """Trials with drawn parameters, each to `max_steps`.
+
+    sampler: "random": parameters follow from the seed and the trial's id. "tpe", "cmaes" or an Optuna sampler: they
+        follow from the seed, the id, and the rows that are committed when the trial starts.
+    """
 
     metric: str
     max_trials: int
     max_steps: int
     mode: str = "min"
-    sampler: Any = "random"
+    sampler: Any = field(default="random", compare=False)  # Optuna's have no equality; the definition names it
 
     def __post_init__(self) -> None:
         """Raises:
@@ -209,6 +218,8 @@ class Halving:
     brackets: "aggressive" is one bracket with all rungs; "standard" and "conservative" add brackets with fewer rungs,
         in which trials run longer before they are judged (Hyperband; the modes and their sizes are Determined AI's).
 
+    sampler: as for `Random`.
+
     Ties go to the lower trial id. A trial that failed or reported NaN ranks last and is never promoted. A trial that
     returned early keeps the rank of its last value.
     """
@@ -221,7 +232,7 @@ class Halving:
     mode: str = "min"
     brackets: Brackets = "aggressive"
     eager: bool = False
-    sampler: Any = "random"
+    sampler: Any = field(default="random", compare=False)  # Optuna's have no equality; the definition names it
 
     def __post_init__(self) -> None:
         """Raises:

@@ -4,6 +4,7 @@
     rows          what trials reported, in commit order; (trial, name, step) is unique
     superseded    rows of steps that a later attempt has run again
     checkpoints   those on the disk
+    sampled       what a sampler that learns has drawn for each trial, and what it keeps with it (pickles)
     slots         the process that each slot is now; an earlier one gets no trial
     events        what happened to the experiment and its trials
     facts         its definition (a pickle), the run that is or was its newest launch, and the launch that is paused
@@ -45,6 +46,7 @@ CREATE TABLE IF NOT EXISTS superseded (
     trial INTEGER, step INTEGER, name INTEGER, value REAL, time REAL, attempt INTEGER);
 CREATE TABLE IF NOT EXISTS checkpoints (
     path TEXT PRIMARY KEY, trial INTEGER NOT NULL, step INTEGER NOT NULL, value REAL);
+CREATE TABLE IF NOT EXISTS sampled (trial INTEGER PRIMARY KEY, drawn BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS slots (id INTEGER PRIMARY KEY, incarnation TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value);
 CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, event TEXT NOT NULL, trial INTEGER, what TEXT);
@@ -219,8 +221,16 @@ class Store(Reading):
         with self._transaction("resume" if launch is None else "pause"):
             self._db.execute("INSERT OR REPLACE INTO facts VALUES ('paused',?)", (launch,))
 
-    def begin(self, trial: int, params: Params, slot: int, until_step: int | None) -> TrialRecord:
-        """Start the next attempt of a trial on a slot; it goes on from the trial's newest checkpoint."""
+    def sampled(self) -> dict[int, Any]:
+        """Return what was drawn for each trial by a sampler that learns."""
+        found = self._db.execute("SELECT trial, drawn FROM sampled")
+        return {trial: pickle.loads(drawn) for trial, drawn in found}
+
+    def begin(self, trial: int, params: Params, slot: int, until_step: int | None, sampled: Any = None) -> TrialRecord:
+        """Start the next attempt of a trial on a slot; it goes on from the trial's newest checkpoint.
+
+        sampled: what a sampler that learns has drawn for a new trial.
+        """
         record = self.trials.get(trial) or TrialRecord(trial, params)
         step = record.checkpoint[1] if record.checkpoint else 0
         with self._transaction("attempt", trial, f"slot {slot}"):
@@ -230,6 +240,8 @@ class Store(Reading):
                 "until_step=excluded.until_step",
                 (trial, cloudpickle.dumps(params), json.dumps(params, default=repr), step, slot, until_step),
             )
+            if sampled is not None:
+                self._db.execute("INSERT INTO sampled VALUES (?,?)", (trial, cloudpickle.dumps(sampled)))
         record.attempt, record.step, record.slot, record.until_step = record.attempt + 1, step, slot, until_step
         self.trials[trial] = record
         return record
