@@ -12,6 +12,17 @@ from lp_pipe.rl.environment_loop import Counter as Counter
 from lp_pipe.rl.environment_loop import EnvironmentFailed as EnvironmentFailed
 from lp_pipe.rl.environment_loop import EnvironmentLoop as EnvironmentLoop
 from lp_pipe.rl.environment_loop import Observer as Observer
+from lp_pipe.rl.experiment import Builder as Builder
+from lp_pipe.rl.experiment import Evaluation as Evaluation
+from lp_pipe.rl.experiment import ExperimentConfig as ExperimentConfig
+from lp_pipe.rl.experiment import Learner as Learner
+from lp_pipe.rl.experiment import Network as Network
+from lp_pipe.rl.experiment import Policy as Policy
+from lp_pipe.rl.experiment import Result as Result
+from lp_pipe.rl.experiment import Rounds as Rounds
+from lp_pipe.rl.experiment import Spec as Spec
+from lp_pipe.rl.experiment import Update as Update
+from lp_pipe.rl.experiment import VariableClient as VariableClient
 from lp_pipe.rl.replay.node import ReplayNode as ReplayNode
 from lp_pipe.rl.replay.rate_limiter import MinSize as MinSize
 from lp_pipe.rl.replay.rate_limiter import RateLimiter as RateLimiter
@@ -22,12 +33,19 @@ from lp_pipe.rl.replay.selectors import Prioritized as Prioritized
 from lp_pipe.rl.replay.selectors import Uniform as Uniform
 from lp_pipe.rl.replay.table import Sample as Sample
 from lp_pipe.rl.replay.table import Table as Table
+from lp_pipe.rl.run_experiment import run_experiment as run_experiment
 
 if TYPE_CHECKING:
     from lp_pipe.rl import losses as losses
+    from lp_pipe.rl.agents.dqn import DQNBuilder as DQNBuilder
+    from lp_pipe.rl.agents.dqn import DQNConfig as DQNConfig
+
+_NEEDS_TORCH = {"DQNBuilder": "lp_pipe.rl.agents.dqn", "DQNConfig": "lp_pipe.rl.agents.dqn"}
 
 
 def __getattr__(name: str) -> Any:
     if name == "losses":  # it loads torch
         return importlib.import_module("lp_pipe.rl.losses")
+    if name in _NEEDS_TORCH:
+        return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

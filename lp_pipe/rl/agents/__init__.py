@@ -1,0 +1,1 @@
+"""Agents: builders for experiments."""

@@ -1,0 +1,229 @@
+"""An experiment in rounds has the same result each time, takes exactly its steps, and refuses what does not fit."""
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lp_pipe as lp
+import lp_pipe.rl as rl
+from lp_pipe.errors import NotSupported
+
+gym = pytest.importorskip("gymnasium")
+
+
+class Bandit(gym.Env):
+    """Pays for action 1; each episode has three steps, and `fault_at` is the step that fails."""
+
+    observation_space = gym.spaces.Box(0, 9, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, fault_at: int = -1) -> None:
+        self.fault_at, self.total = fault_at, 0
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.time = 0
+        return self._observed(), {}
+
+    def step(self, action: Any) -> Any:
+        self.time += 1
+        self.total += 1
+        if self.total == self.fault_at:
+            raise OSError("gone")
+        return self._observed(), float(action), self.time == 3, False, {}
+
+    def _observed(self) -> Any:
+        return self.np_random.random(1).astype(np.float32)
+
+
+class Preference:
+    """A network of numpy: the preference of each action."""
+
+    def __init__(self) -> None:
+        self.values = np.zeros(2)
+
+    def state_dict(self) -> Any:
+        return {"values": self.values}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.values = np.array(state_dict["values"])
+
+
+class BanditBuilder:
+    """Learns the mean reward of each action. counts_seen: what the policies got."""
+
+    batch_size = 4
+
+    def __init__(self, table: rl.Table | None = None) -> None:
+        limiter = rl.SampleToInsertRatio(1.5, 10, 100.0)
+        self.table = table or rl.Table(1_000, rl.Prioritized(), rate_limiter=limiter)
+        self.counts_seen: list[dict[str, int]] = []
+
+    def make_network(self, spec: rl.Spec) -> Preference:
+        return Preference()
+
+    def make_replay_table(self, spec: rl.Spec) -> rl.Table:
+        return self.table
+
+    def make_adder(self, spec: rl.Spec) -> Any:
+        return rl.NStepAdder(2, 0.9)
+
+    def make_policy(self, network: Preference, spec: rl.Spec, evaluation: bool) -> Any:
+        def policy(observations: Any, state: Any, generator: np.random.Generator, counts: Any) -> Any:
+            best = np.full(len(observations), int(network.values[1] > network.values[0]))
+            if evaluation:
+                return best, state, None
+            self.counts_seen.append(dict(counts))
+            return np.where(generator.random(len(best)) < 0.5, generator.integers(2, size=len(best)), best), state, None
+
+        return policy
+
+    def make_learner(self, network: Preference, spec: rl.Spec, generator: np.random.Generator) -> Any:
+        return BanditLearner(network)
+
+
+class BanditLearner:
+    def __init__(self, network: Preference) -> None:
+        self.network = network
+
+    def step(self, sample: rl.Sample) -> rl.Update:
+        errors = sample.data.reward - self.network.values[sample.data.action]
+        for action, error in zip(sample.data.action, errors, strict=True):
+            self.network.values[action] += 0.1 * error
+        return rl.Update(np.abs(errors))
+
+    def variables(self) -> Any:
+        return self.network.state_dict()
+
+    def state_dict(self) -> Any:
+        return self.network.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.network.load_state_dict(state)
+
+
+def config(builder: Any = None, **options: Any) -> rl.ExperimentConfig:
+    settings: dict[str, Any] = {
+        "environment_factory": lambda seed: Bandit(),
+        "max_num_actor_steps": 103,
+        "evaluation": rl.Evaluation(every=40, episodes=4),
+        "order": rl.Rounds(steps=8, lag=1),
+    }
+    return rl.ExperimentConfig(builder or BanditBuilder(), **{**settings, **options})
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("actors", [1, 2, 4])
+def test_two_runs_have_the_same_fingerprint(actors: int, lag: int) -> None:
+    options: dict[str, Any] = {"order": rl.Rounds(steps=8, lag=lag), "envs_per_actor": 3}
+    first = rl.run_experiment(config(**options), num_actors=actors)
+    again = rl.run_experiment(config(**options), num_actors=actors)
+    other = rl.run_experiment(config(**options, seed=1), num_actors=actors)
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert first.counts == again.counts and first.counts["env_steps"] == 103 == first.counts["inserts"]
+    assert first.curve == again.curve and first.curve[-1] == (103, first.score) and first.score == 3.0
+    assert first.policy(np.array([0.5], dtype=np.float32)) == 1
+
+
+def test_the_learner_does_the_steps_that_the_items_are_good_for() -> None:
+    result = rl.run_experiment(config())
+    # Rounds of 8 steps have 7 or 8 items: n-step items of a round's last step may come in the next one. The first
+    # round has less than 10 items, and those are not carried.
+    counts = result.counts
+    assert counts["samples"] == 4 * counts["learner_steps"]
+    assert counts["learner_steps"] in (int(95 * 1.5 / 4), int(96 * 1.5 / 4))
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_actors_act_with_the_weights_of_their_round(lag: int) -> None:
+    builder = BanditBuilder(rl.Table(1_000, rl.Uniform(), rate_limiter=rl.SampleToInsertRatio(4.0, 1, 100.0)))
+    rl.run_experiment(config(builder, order=rl.Rounds(steps=8, lag=lag), max_num_actor_steps=64), num_actors=2)
+    rounds = [builder.counts_seen[16 * number : 16 * (number + 1)] for number in range(4)]
+    assert [{counts["learner_steps"] for counts in one} == {0} for one in rounds] == [i <= lag for i in range(4)]
+    for number, one in enumerate(rounds):
+        # An actor adds its own steps to those at the round's start: it does not know of the others'.
+        assert [counts["env_steps"] for counts in one] == [16 * number + step for step in range(8)] * 2
+
+
+def test_an_experiment_stops_at_a_score_after_the_rounds_that_were_under_way() -> None:
+    evaluation = rl.Evaluation(every=16, episodes=2, stop_at=3.0)
+    late = rl.run_experiment(config(evaluation=evaluation, order=rl.Rounds(8, lag=2), max_num_actor_steps=10_000))
+    reached = next(env_steps for env_steps, score in late.curve if score == 3.0)
+    assert late.counts["env_steps"] == reached + 2 * 8 == late.curve[-1][0]
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
+def test_vector_environments_leave_out_what_would_be_too_much(mode: str) -> None:
+    def make(seed: int) -> Any:
+        return gym.vector.SyncVectorEnv([Bandit] * 3, autoreset_mode=gym.vector.AutoresetMode[mode])
+
+    results = [rl.run_experiment(config(environment_factory=make), num_actors=2) for _ in range(2)]
+    assert results[0].fingerprint == results[1].fingerprint
+    assert results[0].counts["env_steps"] == 102 == results[0].counts["inserts"]
+
+
+def test_an_environment_that_fails_names_actor_episode_step_and_seed() -> None:
+    made: list[int] = []
+
+    def make(seed: int) -> Bandit:
+        made.append(seed)
+        return Bandit(fault_at=8 if len(made) == 2 else -1)
+
+    with pytest.raises(lp.NodeError) as caught:
+        rl.run_experiment(config(environment_factory=make), num_actors=2)
+    cause = caught.value.__cause__
+    assert (caught.value.label, caught.value.index) == ("actor", 1) and isinstance(cause, rl.EnvironmentFailed)
+    assert (cause.episode, cause.step) == (2, 1) and str(cause.seed) in str(caught.value)
+    made.clear()
+    result = rl.run_experiment(config(environment_factory=make, on_environment_error="restart"), num_actors=2)
+    assert result.counts["environment_restarts"] == 1 and result.counts["env_steps"] == 103
+
+
+def test_parts_that_do_not_fit_are_refused_before_any_step() -> None:
+    with pytest.raises(TypeError, match="make_policy"):
+        config(type("Half", (), {"batch_size": 1, "make_network": None})())
+    with pytest.raises(ValueError):
+        config(on_environment_error="ignore")
+    with pytest.raises(ValueError, match="2"):
+        rl.run_experiment(config(order=rl.Rounds(steps=2), envs_per_actor=3))
+    with pytest.raises(NotSupported):
+        rl.Evaluation(video_every=1)
+
+
+def test_the_numpy_parts_do_not_import_torch() -> None:
+    code = "import sys, lp_pipe.rl as rl; rl.run_experiment; assert not {'torch', 'gymnasium'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_network_that_does_not_fit_the_actions_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    from examples.catch_dqn import experiment
+
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(50, 4))
+    with pytest.raises(ValueError, match="4"):
+        rl.run_experiment(experiment(network_factory=lambda spec: network))
+
+
+def test_dqn_learns_to_catch() -> None:
+    pytest.importorskip("torch")
+    from examples.catch_dqn import experiment
+
+    evaluation = rl.Evaluation(every=1_000, episodes=20, stop_at=1.0)
+    results = [rl.run_experiment(experiment(0, 1_500, evaluation=evaluation), num_actors=2) for _ in range(2)]
+    assert results[0].fingerprint == results[1].fingerprint
+    assert results[0].score > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_dqn_catches_every_ball_within_10_000_steps(seed: int) -> None:
+    pytest.importorskip("torch")
+    from examples.catch_dqn import experiment
+
+    one = dataclasses.replace(experiment(seed), evaluation=rl.Evaluation(every=1_000, episodes=100, stop_at=1.0))
+    result = rl.run_experiment(one)
+    assert result.score == 1.0 and result.counts["env_steps"] <= 10_000
