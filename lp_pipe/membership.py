@@ -1,5 +1,6 @@
 """The members of one generation of a group of nodes, in rank order."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -22,3 +23,14 @@ class Membership:
     @property
     def world_size(self) -> int:
         return len(self.members)
+
+    def of_subgroup(self, ranks: Sequence[int]) -> "Membership":
+        """Return the members with these ranks, of whom this node is one, with endpoints that no other group has."""
+        name = f"subgroup {list(ranks)}"
+        return Membership(
+            f"{self.group}, {name}",
+            self.generation,
+            ranks.index(self.rank),
+            tuple(self.members[rank] for rank in ranks),
+            tuple(name.encode() + self.endpoints[rank] for rank in ranks),
+        )

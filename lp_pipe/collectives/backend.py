@@ -104,6 +104,17 @@ class Backend(ABC):
         """Return whether all ranks gave the same value. A rank that gets True knows that all have arrived."""
 
     @abstractmethod
+    def subgroup(self, ranks: Sequence[int]) -> "Backend":
+        """Return a backend of these ranks alone, which are in ascending order; only they call this, each once.
+
+        It may wait for them. It has to be closed, too.
+
+        Raises:
+            GenerationOver: not all will come.
+            ValueError: there are too many subgroups.
+        """
+
+    @abstractmethod
     def abort(self, reason: str) -> None:
         """Make calls in progress and later ones raise GenerationOver. May be called by any thread."""
 

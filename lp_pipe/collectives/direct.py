@@ -47,6 +47,7 @@ class DirectBackend(Backend):
     senders, receivers: the `send` and `receive` of its ends, by rank. They take a tag, which is the call's number.
     end: end(reason, grace_s) ends all channels, whose other ends get the reason, but goes on receiving for grace_s.
     number: of the last call over these channels.
+    open_subgroup: opens the channels among some of the ranks.
     """
 
     is_exact: ClassVar[bool] = True
@@ -58,8 +59,10 @@ class DirectBackend(Backend):
         receivers: Mapping[int, Receive],
         end: Callable[[str, float], None],
         number: int = 0,
+        open_subgroup: "Callable[[Sequence[int]], DirectBackend] | None" = None,
     ) -> None:
         super().__init__(membership)
+        self._open_subgroup = open_subgroup
         self._senders = senders
         self._receivers = receivers
         self._end = end
@@ -110,6 +113,10 @@ class DirectBackend(Backend):
     def agree(self, value: int, call: Call | None = None) -> bool:
         own = torch.tensor([value], dtype=torch.int64, device="cpu")
         return all(int(other) == value for other in self._exchange(call or Call("agree"), [own] * self.world_size))
+
+    def subgroup(self, ranks: Sequence[int]) -> "DirectBackend":
+        assert self._open_subgroup is not None  # those without have no Group
+        return self._open_subgroup(ranks)
 
     def abort(self, reason: str) -> None:
         self._reason = self._reason or reason
@@ -179,10 +186,12 @@ class DirectBackend(Backend):
             place.copy_(part)
 
 
-def joined_by_channels(membership: Membership, hub: ChannelHub, endpoints: Sequence[str]) -> DirectBackend:
+def joined_by_channels(
+    membership: Membership, hub: ChannelHub, endpoints: Sequence[str], *, is_subgroup: bool = False
+) -> DirectBackend:
     """Open the channels to all other ranks; they end with the backend.
 
-    hub: of this node, for these channels alone. endpoints: of the hubs of all ranks, in rank order.
+    hub: of this node, for these channels and those of subgroups. endpoints: of the hubs of all ranks, in rank order.
 
     Raises:
         GenerationOver: a rank is gone.
@@ -197,13 +206,16 @@ def joined_by_channels(membership: Membership, hub: ChannelHub, endpoints: Seque
             name = _channel(membership, own, rank)
             senders[rank] = open_sender(endpoints[rank], name, name=names[own], peer=names[rank])
     except Unavailable as error:
-        hub.close(str(error))
+        if not is_subgroup:
+            hub.close(str(error))
         raise GenerationOver(str(error)) from error
 
     def end_receiving(reason: str) -> None:
         for receiver in receivers.values():
             receiver.abort(_ALL_TAGS, reason)
-        hub.close(reason)
+            receiver.close(reason)
+        if not is_subgroup:
+            hub.close(reason)
 
     def end(reason: str, grace_s: float) -> None:
         for sender in senders.values():
@@ -216,11 +228,17 @@ def joined_by_channels(membership: Membership, hub: ChannelHub, endpoints: Seque
         later.daemon = True
         later.start()
 
+    def open_subgroup(ranks: Sequence[int]) -> DirectBackend:
+        return joined_by_channels(
+            membership.of_subgroup(ranks), hub, [endpoints[rank] for rank in ranks], is_subgroup=True
+        )
+
     return DirectBackend(
         membership,
         {rank: sender.send for rank, sender in senders.items()},
         {rank: receiver.receive for rank, receiver in receivers.items()},
         end,
+        open_subgroup=open_subgroup,
     )
 
 

@@ -1,6 +1,7 @@
 """A group of nodes that has met: its members and their collective operations, on pytrees of tensors."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,9 @@ class Group:
     def __init__(self, membership: Membership, backend: Backend) -> None:
         self.membership = membership
         self.backend = backend
+        self._subgroups: dict[tuple[int, ...], Group] = {}
+        self._lock = threading.Lock()
+        self._over = ""
 
     @classmethod
     def meet(cls, group: str, generation: int = 0, backend: str = "auto") -> "Group":
@@ -81,8 +85,8 @@ class Group:
             membership = node.services.meet(group, generation, own.facts.to_bytes()).result()
         found = cls(membership, open_backend(membership, backend, own))
         over = node.services.generation_over(group, membership.generation)
-        over.add_done_callback(found._on_over)
-        node.exit_stack.callback(found.backend.close)
+        over.add_done_callback(lambda over: found.abort(str(over.exception() or over.result())))
+        node.exit_stack.callback(found.close)
         return found
 
     @property
@@ -117,9 +121,36 @@ class Group:
         """Return part `rank` of each rank's tensors, which are cut in dimension 0, in rank order."""
         return pytree.tree_map(self._exchanged, tree)
 
-    def _on_over(self, over: Any) -> None:
-        error = over.exception()
-        self.backend.abort(str(error) if error is not None else over.result())
+    def subgroup(self, ranks: Sequence[int]) -> "Group":
+        """Return the group of these ranks alone, which are in ascending order; its ranks begin at 0.
+
+        Only its members call this. The first call may wait for the others. It ends with this group.
+
+        Raises:
+            GenerationOver: a member is gone.
+            ValueError: there are too many subgroups.
+        """
+        found = self._subgroups.get(tuple(ranks))
+        if found is None:
+            backend = self.backend.subgroup(ranks)
+            found = Group(backend.membership, backend)
+            with self._lock:
+                self._subgroups[tuple(ranks)] = found
+            if self._over:
+                found.backend.abort(self._over)
+        return found
+
+    def close(self) -> None:
+        for group in (*self._subgroups.values(), self):
+            group.backend.close()
+
+    def abort(self, reason: str) -> None:
+        """Make calls in progress and later ones raise GenerationOver, those of subgroups too. For any thread."""
+        with self._lock:
+            self._over = reason
+            groups = (self, *self._subgroups.values())
+        for group in groups:
+            group.backend.abort(reason)
 
     def _on_buffers(self, tree: Any, operate: Callable[[Tensor], None]) -> Any:
         """Copy the tensors into one buffer for each dtype, on which `operate` works; return views of the buffers."""

@@ -96,6 +96,9 @@ class InprocBackend(SharedMemoryBackend):
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
+    def subgroup(self, ranks: Sequence[int]) -> "InprocBackend":
+        return InprocBackend(self.membership.of_subgroup(ranks))
+
     def abort(self, reason: str) -> None:
         self._room.abort(reason)
 

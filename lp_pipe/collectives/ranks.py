@@ -6,6 +6,7 @@ compare with, and for GPUs joined by fast links.
 
 import contextlib
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -61,22 +62,25 @@ class RanksBackend(Backend):
 
     rendezvous: of each rank, as `new_rendezvous` gives it.
     name: "gloo", or "nccl" for tensors on GPUs; others still go through gloo.
+    store: of the ranks, if they have met already, as those of a subgroup have.
     """
 
     is_exact: ClassVar[bool] = False
     is_authenticated: ClassVar[bool] = False
 
-    def __init__(self, membership: Membership, rendezvous: Sequence[str], name: str) -> None:
+    def __init__(self, membership: Membership, rendezvous: Sequence[str], name: str, store: Any = None) -> None:
         super().__init__(membership)
         if not dist.is_available() or (name == "nccl" and not dist.is_nccl_available()):
             raise ValueError(f"backend {name!r}: this torch was built without it; use backend='auto'")
         host, _, port = rendezvous[0].rpartition(":")
         own_host = rendezvous[self.rank].rpartition(":")[0].strip("[]")
+        self._rendezvous, self._name = rendezvous, name
         try:
-            store = _dist.TCPStore(
-                host.strip("[]"), int(port), None, self.rank == 0, _MEETING_PATIENCE, wait_for_workers=False
-            )
-            store = _dist.PrefixStore(f"generation {membership.generation}", store)
+            if store is None:
+                store = _dist.TCPStore(
+                    host.strip("[]"), int(port), None, self.rank == 0, _MEETING_PATIENCE, wait_for_workers=False
+                )
+                store = _dist.PrefixStore(f"generation {membership.generation}", store)
             self._gloo = gloo_group(_dist.ProcessGroupGloo, store, self.rank, own_host, _PATIENCE, self.world_size)
             is_nccl = name == "nccl"
             self._nccl = _dist.ProcessGroupNCCL(store, self.rank, self.world_size, _PATIENCE) if is_nccl else None
@@ -131,6 +135,24 @@ class RanksBackend(Backend):
 
     def agree(self, value: int, call: Call | None = None) -> bool:
         return all(other == value for other in self._begin(call or Call("agree"), value))
+
+    def subgroup(self, ranks: Sequence[int]) -> "RanksBackend":
+        membership = self.membership.of_subgroup(ranks)
+        store = _dist.PrefixStore(membership.group, self._store)
+        self._await_members(store, membership)
+        return RanksBackend(membership, [self._rendezvous[rank] for rank in ranks], self._name, store)
+
+    def _await_members(self, store: Any, membership: Membership) -> None:
+        """Wait until all have asked for the subgroup: torch's own waiting does not end when a rank is gone."""
+        with waits.waiting(waits.RANKS, waits.Target(peer="other ranks"), membership.group):
+            try:
+                store.set(membership.members[membership.rank], "")
+                while not self._reason and not store.check(list(membership.members)):
+                    time.sleep(_LOOK_S)
+            except RuntimeError as error:  # rank 0 has the store
+                self.abort(f"rank 0 is gone: {error}")
+        if self._reason:
+            raise self._error(self._reason)
 
     def abort(self, reason: str) -> None:
         self._reason = self._reason or reason

@@ -6,6 +6,7 @@ Each rank has a file of numbers that only it writes, and the others read:
     the same                                                    for odd calls: others may still read those before
     whether a rank sleeps until this one arrives
     whether the generation is over, and why; the text of its call, after a mismatch; its segments
+    its subgroups; each has such a part of the file for itself
 
 A rank arrives when it writes the call's number, and goes on when it has read this number of all others. It looks some
 times, then lets other processes run, then sleeps until the late rank wakes it (futex).
@@ -37,8 +38,9 @@ from lp_pipe.telemetry import waits
 
 # Numbers of 8 bytes, each in cache lines of its own. A line of a call: its number, its digest, what the rank shows.
 _LINES = (0, 16)
-_SLEEPS, _OVER, _TEXT_OF, _SEGMENTS = 32, 48, 64, 80
-_REASON_AT, _TEXT_AT, _ANNOUNCED_AT, _FILE_BYTES = 4096, 8192, 12288, 32768
+_SLEEPS, _OVER, _TEXT_OF, _SEGMENTS, _SUBGROUPS = 32, 48, 64, 80, 96
+_REASON_AT, _TEXT_AT, _ANNOUNCED_AT, _PART_BYTES = 4096, 8192, 12288, 32768
+_PARTS = 128  # of the group and of its subgroups; only those that are used take memory
 _TEXT_BYTES = 4000
 _GOES_ON, _IS_OVER, _IS_MISMATCH = 0, 1, 2
 
@@ -63,12 +65,17 @@ _SLEEP = _Timespec(0, int(_SLEEP_S * 1e9))
 
 
 class RankFile:
-    """The file of one rank, mapped."""
+    """The file of one rank, mapped: the part of the whole group, or of a subgroup."""
 
-    def __init__(self, descriptor: int, size: int = 0) -> None:
-        self._mapping = mmap.mmap(descriptor, size)
-        self.numbers = memoryview(self._mapping).cast("q")
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+    def __init__(self, mapping: mmap.mmap, part: int = 0) -> None:
+        self._mapping = mapping
+        self._start = part * _PART_BYTES
+        self.numbers = memoryview(mapping)[self._start : self._start + _PART_BYTES].cast("q")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(mapping, self._start))
+
+    def part(self, number: int) -> "RankFile":
+        """Return the part of a subgroup; `number` is at least 1."""
+        return RankFile(self._mapping, number)
 
     def sleep_until_change(self, index: int, seen: int) -> None:
         """Sleep until `wake`, unless the number is not `seen` any more; at most for _SLEEP_S."""
@@ -80,10 +87,11 @@ class RankFile:
         _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(self._address + 8 * index), _FUTEX_WAKE, 1 << 30, None, None, 0)
 
     def write(self, at: int, value: Any) -> None:
-        data = json.dumps(value).encode()
+        data, at = json.dumps(value).encode(), self._start + at
         self._mapping[at : at + 8 + len(data)] = len(data).to_bytes(8, "little") + data
 
     def read(self, at: int) -> Any:
+        at += self._start
         size = int.from_bytes(self._mapping[at : at + 8], "little")
         return json.loads(self._mapping[at + 8 : at + 8 + size])
 
@@ -94,8 +102,8 @@ class OwnRankFile(RankFile):
     def __init__(self) -> None:
         descriptor = os.memfd_create("lp_pipe-ranks", os.MFD_CLOEXEC)
         add_finalizer(self, os.close, descriptor)
-        os.ftruncate(descriptor, _FILE_BYTES)
-        super().__init__(descriptor, _FILE_BYTES)
+        os.ftruncate(descriptor, _PARTS * _PART_BYTES)
+        super().__init__(mmap.mmap(descriptor, _PARTS * _PART_BYTES))
         self.announced = announcement(descriptor, [])
 
 
@@ -107,7 +115,7 @@ def opened_rank_file(announced: bytes) -> RankFile:
     """
     descriptor, _ = opened(announced)
     try:
-        return RankFile(descriptor)
+        return RankFile(mmap.mmap(descriptor, 0))
     finally:
         os.close(descriptor)
 
@@ -131,9 +139,19 @@ class ShmBackend(SharedMemoryBackend):
         self._cut: dict[Any, Sequence[Parts]] = {}
         self._cut_count = 0
         self._announced = 0
+        self._subgroups = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return own_memory.empty(numel, dtype)
+
+    def subgroup(self, ranks: Sequence[int]) -> "ShmBackend":
+        if self._subgroups == _PARTS - 1:
+            raise ValueError(f"{self.membership.members[self.rank]} has {self._subgroups} subgroups already, the most")
+        self._subgroups += 1
+        digest = Call("subgroup", shape=tuple(ranks)).digest
+        self._own.numbers[_SUBGROUPS + self._subgroups] = digest
+        files = [self._files[rank].part(self._part_of(rank, digest)) for rank in ranks]
+        return ShmBackend(self.membership.of_subgroup(ranks), files)
 
     def abort(self, reason: str) -> None:
         self._end(_IS_OVER, reason)
@@ -151,6 +169,20 @@ class ShmBackend(SharedMemoryBackend):
         for file in self._files:
             for line in _LINES:
                 file.wake(line)
+
+    def _part_of(self, rank: int, digest: int) -> int:
+        """Wait until a rank has opened a subgroup; return the number of its part of the file."""
+        numbers = self._numbers[rank]
+        with waits.waiting(waits.RANKS, waits.Target(peer=self.membership.members[rank]), "subgroup"):
+            while True:
+                for part in range(1, _PARTS):
+                    if numbers[_SUBGROUPS + part] == digest:
+                        return part
+                if numbers[_OVER] != _GOES_ON:
+                    self._end(numbers[_OVER], self._files[rank].read(_REASON_AT))
+                if self._reason:
+                    self._raise_over()
+                time.sleep(1e-3)
 
     def _arrive(self, call: Call, shown: int | None) -> Sequence[int]:
         if self._reason:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lp_pipe.collectives.backend import GenerationOver
 from lp_pipe.collectives.group import Group
 from lp_pipe.data_parallel.batch_norm import NormalizesBatches
+from lp_pipe.data_parallel.collective_calls import CollectiveCalls
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
 from lp_pipe.data_parallel.shards import Shard, cut_into_shards
 from lp_pipe.data_parallel.steps import ReplicaSteps
@@ -182,13 +183,37 @@ class Replica(NormalizesBatches):
         """
         raise NotSupported("replica.push_pull is not there yet: use replica.all_reduce")
 
-    def subgroup(self, ranks: Sequence[int]) -> Any:
-        """Not there yet.
+    def subgroup(self, ranks: Sequence[int]) -> CollectiveCalls | None:
+        """Return the collectives among the workers with these ranks, for these workers to call; None for others.
+
+        They count ranks from 0, in the order of the workers' ranks: `broadcast(x, root=1)` sends the tensors of the
+        second. After a change of the workers they are right as long as the same nodes have these ranks.
 
         Raises:
-            NotSupported: always.
+            DataParallelError: `ranks` is empty, or has a rank that no worker has, or one twice.
         """
-        raise NotSupported("replica.subgroup is not there yet: use collectives of all workers")
+        chosen = sorted(ranks)
+        if not chosen or chosen != sorted(set(chosen) & set(range(self.world_size))):
+            raise DataParallelError(
+                f"replica.subgroup({list(ranks)}) takes different ranks from 0 to {self.world_size - 1}"
+            )
+        if self.rank not in chosen:
+            return None
+        own = chosen.index(self.rank)
+        nodes = [self._workers.membership.members[rank] for rank in chosen]
+
+        def among_chosen(group: Group) -> Group:
+            if nodes != [group.membership.members[rank] for rank in chosen if rank < group.world_size]:
+                raise DataParallelError(
+                    f"the ranks {chosen} of replica.subgroup were {', '.join(nodes)}, and the workers have changed "
+                    "since: call it inside the loop over steps"
+                )
+            return group.subgroup(chosen)
+
+        def run(operation: Callable[[Group], list[Tensor]]) -> list[Tensor] | None:
+            return self._run_on(self.own_steps.group_beside_sums, lambda group: operation(among_chosen(group)))
+
+        return CollectiveCalls(run, lambda: len(chosen), lambda: own)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -235,9 +260,14 @@ class Replica(NormalizesBatches):
         return self._rng.paused() if self._rng is not None else contextlib.nullcontext()
 
     def _run_collective(self, operation: Callable[[Group], list[Tensor]]) -> list[Tensor] | None:
+        return self._run_on(self.own_steps.group_for_call, operation)
+
+    def _run_on(
+        self, find_group: Callable[[], Group | None], operation: Callable[[Group], list[Tensor]]
+    ) -> list[Tensor] | None:
         with self._waiting():
             try:
-                group = self.own_steps.group_for_call()
+                group = find_group()
                 return None if group is None else operation(group)
             except GenerationOver as error:
                 self.own_steps.generation_is_over(error)

@@ -178,6 +178,19 @@ class ReplicaSteps:
             optimizer.buckets.close_window()
 
     def group_for_call(self) -> Group | None:
+        """Return the group for a collective of all workers, after the sum of gradients that may be summed already.
+
+        None, and Raises: as `group_beside_sums`.
+        """
+        group = self.group_beside_sums()
+        if group is not None:
+            for optimizer in self._optimizers:
+                optimizer.drain()
+            if self._now is not None:
+                self._now.fires_at_call = self._fires
+        return group
+
+    def group_beside_sums(self) -> Group | None:
         """Return the group for a collective of the user's code; None: its result has no meaning in this step.
 
         Raises:
@@ -188,13 +201,7 @@ class ReplicaSteps:
                 f"a collective before replica.steps(): with on_failure={self._options.on_failure!r} a worker may join "
                 "later, and would not take part in it: use collectives inside the loop over steps"
             )
-        if not self.has_values:
-            return None
-        for optimizer in self._optimizers:
-            optimizer.drain()
-        if self._now is not None:
-            self._now.fires_at_call = self._fires
-        return self.workers.group
+        return self.workers.group if self.has_values else None
 
     def generation_is_over(self, error: GenerationOver) -> None:
         """Note that an operation has failed because the members change; raise the error if they may not."""

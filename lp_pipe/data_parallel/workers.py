@@ -181,7 +181,7 @@ class ReplicaWorkers:
             if dist.is_initialized():  # else the user's code has ended it
                 dist.destroy_process_group()
         if self._group is not None:
-            self._group.backend.close()
+            self._group.close()
 
     def _sealed(self, data: bytes, rank: int) -> bytes:
         """Return the message of a rank, with a digest that only the members can compute."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lp_pipe.collectives.backend import Backend, GenerationOver
+from lp_pipe.collectives.group import Group
 from lp_pipe.errors import CollectiveMismatch
 from lp_pipe.telemetry import waits
 from tests.collectives.joined import EXACT, WITHIN_S, Joined
@@ -252,3 +253,47 @@ def test_memory_of_a_group_outlives_it(join: Join) -> None:
 def assert_over(*futures: "Future[Any]") -> None:
     for future in futures:
         assert isinstance(future.exception(WITHIN_S), GenerationOver)
+
+
+def test_subgroups_are_joined_apart_from_the_group(join: Join) -> None:
+    def use(backend: Backend) -> None:
+        for ranks in ([0, 2], [1, 3], [0, 1, 2], [0, 1, 2, 3], [backend.rank]):
+            if backend.rank not in ranks:
+                continue
+            part = backend.subgroup(ranks)
+            for numel in (1, 20_001):
+                tensor = tensor_of(backend.rank, numel, torch.float64).clone()
+                part.all_reduce(tensor)
+                total = expected("sum", [tensor_of(rank, numel, torch.float64) for rank in ranks])
+                assert torch.equal(tensor, total) if backend.is_exact else torch.allclose(tensor, total)
+            known = torch.tensor([part.rank])
+            part.broadcast(known, len(ranks) - 1)
+            assert known == len(ranks) - 1 and part.rank == ranks.index(backend.rank)
+            part.barrier()
+            part.close()
+        total = torch.tensor([backend.rank])
+        backend.all_reduce(total)
+        assert total == 6
+
+    join(4).run(use)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_subgroup_ends_with_the_group(join: Join, is_open: bool) -> None:
+    def use(backend: Backend) -> None:
+        group = groups[backend.rank]
+        if is_open:
+            group.subgroup([0, 1])
+        if backend.rank == 0:
+            with pytest.raises(GenerationOver):
+                group.subgroup([0, 1]).backend.barrier()
+
+    joined = join(2)
+    groups = [Group(backend.membership, backend) for backend in joined.backends]
+    first, second = joined.start(lambda backend: use(backend) if is_open or backend.rank == 0 else None)
+    second.result(WITHIN_S)
+    until(lambda: any(one.is_wait for _, one in waits.look(0)) or first.done(), WITHIN_S)
+    groups[0].abort("rank 1 is gone")
+    first.result(WITHIN_S)
+    for group in groups:
+        group.close()

@@ -50,6 +50,36 @@ def test_collectives_return_new_tensors_of_all_workers(launched: Any) -> None:
     run(launched, values)
 
 
+def use_subgroups(replica: dp.Replica) -> None:
+    """Call subgroups beside the overlapped sums of gradients, with a gradient through one."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, bucket_bytes=4)
+    outer = replica.subgroup([2, 0])
+    assert (outer is None) == (replica.rank == 1)
+    for step in replica.steps(4):
+        x = torch.full((3, 2), float(step))
+        for shard in replica.shards((x, x)):
+            y = model(shard.input).sum() + replica.rank
+            mean = y if outer is None else outer.all_reduce(y, op="mean")
+            (mean * shard.weight).backward()
+        if outer is not None:
+            assert torch.equal(outer.broadcast(torch.tensor(replica.rank), root=1), torch.tensor(2))
+            assert torch.equal(outer.all_gather(torch.tensor(replica.rank)), torch.tensor([0, 2]))
+        optimizer.step()
+    weights = replica.all_gather(model.weight.detach())
+    assert torch.equal(weights, weights[:1].expand_as(weights))
+    for ranks in ([], [0, 0], [0, 3]):
+        with pytest.raises(dp.DataParallelError):
+            replica.subgroup(ranks)
+
+
+@pytest.mark.parametrize(("mode", "backend"), [("thread", "auto"), ("thread", "direct"), ("process", "auto")])
+def test_some_workers_call_each_other_alone(launched: Any, mode: str, backend: str) -> None:
+    program = lp.Program("replicas")
+    dp.add_replicas(program, use_subgroups, replicas=WORLD, backend=backend)
+    launched(program, mode).wait(WITHIN_S)
+
+
 def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
 
