@@ -2,7 +2,7 @@
 gymnasium."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -214,7 +214,7 @@ class EnvironmentLoop:
     def _turn(self, rows: list[int], known: dict[str, int], done: LoopSteps) -> None:
         """Take one step in each of these environments."""
         extras: list[Any] = [None] * self.size
-        before = list(self._states)
+        after: list[Any] = list(self._states)
         if rows:
             steps = {"env_steps": known.get("env_steps", 0) + done.steps, "actor_steps": self.actor_steps}
             counts = {"learner_steps": 0, **known, **steps}
@@ -227,7 +227,7 @@ class EnvironmentLoop:
             actions, states, more = self._policy(observations, states, generator, counts)
             for place, index in enumerate(rows):
                 self._actions[index] = row(actions, place)
-                self._states[index], extras[index] = row(states, place), row(more, place)
+                after[index], extras[index] = row(states, place), row(more, place)
         for index, step, following in self._stepped(rows):
             done.steps += 1
             self.actor_steps += 1
@@ -236,8 +236,11 @@ class EnvironmentLoop:
             self._observations[index] = step.observation
             if self._adders is not None:
                 flags = step.reward, step.terminated, step.truncated
-                items = self._adders[index].add(step.action, *flags, step.observation, extras[index], before[index])
+                items = self._adders[index].add(
+                    step.action, *flags, step.observation, extras[index], self._states[index]
+                )
                 done.items.append(items)
+            self._states[index] = after[index]
             for observer in self._observers:
                 observer.observe(self._of(index), step)
             is_last = step.terminated or step.truncated
@@ -252,38 +255,35 @@ class EnvironmentLoop:
                 elif following is not None:
                     self._begin(index, following, self._seeds[index])
 
-    def _stepped(self, rows: list[int]) -> list[tuple[int, TimeStep, Any]]:
-        """Step; return, for each of these environments, its step and the first observation of its next episode.
+    def _stepped(self, rows: list[int]) -> Iterator[tuple[int, TimeStep, Any]]:
+        """Step; yield, for each of these environments, its step and the first observation of its next episode.
 
-        That is None where the loop has to reset the environment.
+        That is None where the loop has to reset the environment. Of a list, each one steps when it is asked for: if one
+        fails, the steps before it are done.
         """
         if not self._is_vector:
-            results = []
             for index in rows:
                 values = self._guarded(index, self._environments[index].step, self._actions[index])
-                results.append((index, self._checked_step(index, *values[:4]), None))
-            return results
+                yield index, self._checked_step(index, *values[:4]), None
+            return
         actions = tree_map(lambda leaf: np.asarray(leaf, self._action_dtype), stacked(self._actions))
         observations, rewards, terminated, truncated, info = self._guarded(0, self._environments[0].step, actions)
-        stepped = []
         for index in range(self.size):
             observation, following = row(observations, index), None
             if self._is_resetting[index]:
-                self._is_resetting[index] = False
                 self._begin(index, observation, self._seeds[index])
+                self._is_resetting[index] = False
                 continue
             if self._mode == "SAME_STEP" and (terminated[index] or truncated[index]):
                 following, observation = observation, row(info["final_obs"], index)
             step = self._checked_step(index, observation, rewards[index], terminated[index], truncated[index])
-            stepped.append((index, step, following))
-        return stepped
+            yield index, step, following
 
     def _reset(self, due: list[int]) -> None:
         for index in due:
             self._seeds[index] = self._seed_of(index, self._episode[index] + 1)
         if not self._is_vector:
             for index in due:
-                self._step[index] = 0
                 seed = self._seeds[index]
                 first, _ = self._guarded(index, self._environments[index].reset, seed=seed)
                 self._begin(index, first, seed)
@@ -296,9 +296,9 @@ class EnvironmentLoop:
             self._begin(index, row(observations, index), self._seeds[index])
 
     def _begin(self, index: int, observation: Any, seed: int) -> None:
+        self._observations[index] = self._checked(index, observation)
         self._episode[index] += 1
         self._step[index], self._totals[index], self._seeds[index] = 0, 0.0, seed
-        self._observations[index] = self._checked(index, observation)
         initial = getattr(self._policy, "initial_state", None)
         self._states[index] = None if initial is None else row(initial(1), 0)
         if self._adders is not None:
@@ -316,6 +316,7 @@ class EnvironmentLoop:
         for one in chosen:
             if self._adders is not None:
                 done.items.append(self._adders[one].flush())
+            self._episode[one] += self._is_beginning(one)  # another seed
             self._observations[one], self._is_resetting[one] = None, False
 
     def _checked_step(self, index: int, observation: Any, reward: Any, terminated: Any, truncated: Any) -> TimeStep:
@@ -338,8 +339,14 @@ class EnvironmentLoop:
 
     def _failure(self, index: int, leaf: str, reason: str) -> EnvironmentFailed:
         actor = f"{self._role}/{self._index}"
-        place = max(0, self._episode[index]), self._step[index]
-        return EnvironmentFailed(actor, index, *place, self._seeds[index], leaf, reason)
+        episode, step = self._episode[index], self._step[index]
+        if self._is_beginning(index):
+            episode, step = episode + 1, 0
+        return EnvironmentFailed(actor, index, episode, step, self._seeds[index], leaf, reason)
+
+    def _is_beginning(self, index: int) -> bool:
+        """Return whether the environment is between two episodes."""
+        return self._observations[index] is None or self._is_resetting[index]
 
     def _seed_of(self, index: int, episode: int) -> int:
         return environment_seed(self._seed, self._role, self._index * self.size + index, episode)

@@ -111,9 +111,9 @@ class _Experiment:
         counts = {**self._counter.get(), **learned}
         learner = self._learner.learner
         parts = learner.variables(), learner.state_dict(), table.state_dict(), counts, self._curve, self._returns
+        fingerprint = fingerprint_of(*parts)
         counts["environment_restarts"] = sum(actor.restarts for actor in self._actors)
-        score = self._curve[-1][1]
-        return Result(self._evaluator.policy_of_one(), score, counts, list(self._curve), fingerprint_of(*parts))
+        return Result(self._evaluator.policy_of_one(), self._curve[-1][1], counts, list(self._curve), fingerprint)
 
     def _loop(self, index: int, environments: Any) -> EnvironmentLoop:
         builder, config = self._config.builder, self._config

@@ -111,6 +111,44 @@ def test_an_environment_that_fails_is_made_anew() -> None:
     assert made == [0] and loop.restarts == 1 and done.steps == 12 == len(done.items.reward)
 
 
+def test_what_others_did_before_one_failed_is_kept() -> None:
+    class Counted(Corridor):
+        steps = 0
+
+        def step(self, action: Any) -> Any:
+            result = super().step(action)
+            self.steps += 1
+            return result
+
+    made: list[Counted] = [Counted(), Counted(fault="raise"), Counted()]
+
+    def restart(index: int) -> Counted:
+        made.append(Counted())
+        return made[-1]
+
+    counter = rl.Counter()
+    loop = rl.EnvironmentLoop(list(made), fast, rl.NStepAdder(1, 1.0), counter, restart=restart)
+    done = loop.run(num_steps=50)
+    assert sum(one.steps for one in made) == 50 == done.steps == counter.get()["env_steps"] == len(done.items.reward)
+    items = done.items
+    assert (items.next_observation["place"] == items.observation["place"] + 1).all()
+
+
+def test_a_reset_that_fails_is_of_the_episode_that_was_to_begin() -> None:
+    class Unwilling(Corridor):
+        resets = 0
+
+        def reset(self, **options: Any) -> Any:
+            self.resets += 1
+            if self.resets == 3:
+                raise OSError("no more")
+            return super().reset(**options)
+
+    with pytest.raises(rl.EnvironmentFailed) as caught:
+        rl.EnvironmentLoop(Unwilling(), fast).run(num_steps=30)
+    assert (caught.value.episode, caught.value.step) == (2, 0)
+
+
 def test_observers_see_every_step() -> None:
     seen: list[Any] = []
 
