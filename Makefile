@@ -36,7 +36,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-torch test-python test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint bench-data-parallel chaos soak clean
+.PHONY: help setup demo test test-slow test-all test-torch test-python test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint bench-data-parallel bench-search chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -138,7 +138,7 @@ protos-check: setup
 	echo 'protos: fresh'
 
 # What they compare with computes on the CPU, and stages take a GPU where there is one.
-bench-pipeline bench-pipedream bench-multihost bench-checkpoint bench-data-parallel chaos soak: export CUDA_VISIBLE_DEVICES :=
+bench-pipeline bench-pipedream bench-multihost bench-checkpoint bench-data-parallel bench-search chaos soak: export CUDA_VISIBLE_DEVICES :=
 
 bench: bench-pipeline bench-pipedream bench-rpc bench-launch  ## pipelines, plans, calls and starts
 
@@ -177,6 +177,9 @@ chaos: setup  ## kill and stop random processes of running programs; their ends 
 soak: setup  ## train with a failure a minute for an hour: nothing may grow (T=3600 EVERY=60)
 	@mkdir -p runs
 	$(BIN)/python -m benchmarks.endurance --seconds $(T) --every $(EVERY) --csv runs/soak.csv --svg runs/soak.svg
+
+bench-search: setup  ## a search over 64 trials beside its bound, and beside Optuna where it is installed
+	$(BIN)/python -m benchmarks.search
 
 bench-rpc: setup  ## calls, arrays, TCP and a minute of a hundred clients, beside grpc and memcpy
 	$(BIN)/python -m benchmarks.calls
