@@ -1,6 +1,7 @@
 """Add replicas to a program: a node for each worker, in which the user's training function runs."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -13,7 +14,7 @@ from lp_pipe.collectives.group import Group
 from lp_pipe.context import context
 from lp_pipe.data_parallel.batch_norm import worker_of_node
 from lp_pipe.data_parallel.replica import Replica
-from lp_pipe.data_parallel.workers import ReplicaOptions, ReplicaWorkers
+from lp_pipe.data_parallel.workers import ReplicaOptions, ReplicaWorkers, TrainingHasEnded
 from lp_pipe.errors import DataParallelError, NotSupported, Unavailable
 from lp_pipe.handles import CourierHandle, Handle, check_arguments
 from lp_pipe.membership import Membership
@@ -24,6 +25,7 @@ from lp_pipe.rpc import CourierClient
 from lp_pipe.torch_version import refuse_too_old
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 BACKENDS = ("auto", "inproc", "shm", "direct", "gloo", "nccl")
 
 
@@ -138,6 +140,8 @@ class ReplicaWorker:
             self._args, self._kwargs = (), {}
             user_code.call(self._train, self._replica, *args, **kwargs)
             steps.leave()
+        except TrainingHasEnded as error:
+            _log.info("%s ends, because training has ended: %s", self._workers.node.name, error)
         finally:
             del worker_of_node[self._workers.node]
             steps.close()

@@ -438,6 +438,8 @@ class ReplicaSteps:
         self._close()
         self._answers_at_once = True
         self._answer_requests()
+        if self._options.may_change and not self.workers.has_met:
+            self._synchronize(self._positions(is_first=True))
         while self.workers.has_met and self.workers.membership.world_size > 1:
             with contextlib.suppress(GenerationOver):
                 if not self.workers.backend.agree(-1 - self.step):

@@ -54,6 +54,10 @@ def hosted_replicas(rank: int, world_size: int, replicas: int) -> range:
     return range(first, first + share + (rank < more))
 
 
+class TrainingHasEnded(DataParallelError):
+    """`train` has returned on all workers, this one's predecessor included: there is nothing left to do."""
+
+
 class ReplicaWorkers:
     """The workers of a group. Used by one thread.
 
@@ -107,6 +111,7 @@ class ReplicaWorkers:
         """Meet all live workers, under the next generation.
 
         Raises:
+            TrainingHasEnded: the others have ended, which they do only once `train` has returned on all workers.
             DataParallelError: there are fewer workers than the program needs.
         """
         generation = 0
@@ -120,7 +125,9 @@ class ReplicaWorkers:
             facts = {"generation": membership.generation, "members": list(membership.members)}
             self._tell("membership", **facts)
         if membership.world_size < self.options.least:
-            raise DataParallelError(
+            # Where workers may change, the program ends with the death that leaves too few (`least_nodes`).
+            error = TrainingHasEnded if self.options.may_change else DataParallelError
+            raise error(
                 f"group {self.options.group!r} has {membership.world_size} workers left "
                 f"({', '.join(membership.members)}), and needs {self.options.least}"
             )

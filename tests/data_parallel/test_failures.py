@@ -88,6 +88,50 @@ def test_a_killed_process_does_not_change_what_is_learnt(launched: Any, on_failu
     assert_each_shard_once(tmp_path, 3)
 
 
+def die_once_all_have_returned(replica: dp.Replica, folder: str, is_killed: bool) -> None:
+    mark = Path(folder) / "died"
+
+    def die() -> None:
+        mark.touch()
+        if is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError("this worker dies")
+
+    if lp.context().name == "replicas/0" and not mark.exists():
+        lp.context().exit_stack.callback(die)  # runs after all have agreed that `train` has returned
+    for step in replica.steps(3):
+        replica.barrier()
+        with (Path(folder) / f"step{step}").open("a") as file:
+            file.write(f"{replica.world_size}\n")
+
+
+@pytest.mark.parametrize(("mode", "on_failure"), [("thread", "restart"), ("process", "restart"), ("thread", "shrink")])
+def test_a_worker_that_dies_after_the_training_needs_no_others(
+    launched: Any, mode: str, on_failure: str, tmp_path: Path
+) -> None:
+    program = lp.Program("replicas")
+    options = {"replicas": 3, "workers": "2:3" if on_failure == "shrink" else 3, "on_failure": on_failure}
+    dp.add_replicas(program, die_once_all_have_returned, str(tmp_path), mode == "process", **options)
+    launched(program, mode).wait(WITHIN_S)
+    assert (tmp_path / "died").exists()
+    assert all((tmp_path / f"step{step}").read_text() == "3\n" * 3 for step in range(3))
+
+
+def return_early(replica: dp.Replica) -> None:
+    if lp.context().name == "replicas/0":
+        return
+    for _ in replica.steps(3):
+        replica.barrier()
+
+
+def test_a_worker_that_trains_in_no_step_is_an_error(launched: Any) -> None:
+    program = lp.Program("replicas")
+    dp.add_replicas(program, return_early, replicas=2, on_failure="restart", max_restarts=0)
+    with pytest.raises(lp.NodeError) as failed:
+        launched(program).wait(WITHIN_S)
+    assert failed.value.type_name in ("DataParallelError", "CollectiveMismatch")
+
+
 def test_too_few_workers_end_the_program(launched: Any, tmp_path: Path) -> None:
     program = lp.Program("replicas")
     options = {"replicas": 3, "workers": "2:3", "on_failure": "shrink"}
