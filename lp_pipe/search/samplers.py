@@ -140,11 +140,11 @@ def _optuna_sampler(sampler: Any) -> Any:
 
 def _seed(sampler: Any, seed: int) -> None:
     """Seed every generator of a sampler, and of those inside it: Optuna can only seed a new one."""
+    from numpy.random import RandomState
     from optuna.samplers import BaseSampler
-    from optuna.samplers._lazy_random_state import LazyRandomState
 
     for part in vars(sampler).values():
-        if isinstance(part, LazyRandomState):
-            part.rng.seed(seed)
+        if isinstance(generator := getattr(part, "rng", None), RandomState):
+            generator.seed(seed)
         elif isinstance(part, BaseSampler):
             _seed(part, seed)
