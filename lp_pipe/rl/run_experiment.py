@@ -32,7 +32,8 @@ def run_experiment(experiment: ExperimentConfig, num_actors: int = 1) -> Result:
     """
     if num_actors < 1:
         raise ValueError(f"run_experiment: num_actors must be at least 1, got {num_actors}")
-    return _Experiment(experiment, num_actors).run()
+    with one_torch_thread():
+        return _Experiment(experiment, num_actors).run()
 
 
 class _Experiment:
@@ -214,6 +215,20 @@ def make_network(experiment: ExperimentConfig, spec: Spec) -> Network:
         if torch is not None:
             torch.manual_seed(environment_seed(experiment.seed, "network", 0, 0))
         return (experiment.network_factory or experiment.builder.make_network)(spec)
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Let torch use one thread, if it is in use: sums, and so fingerprints, must not depend on the number of cores."""
+    torch = sys.modules.get("torch")
+    before = None if torch is None else torch.get_num_threads()
+    if torch is not None:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if torch is not None:
+            torch.set_num_threads(before)
 
 
 @contextmanager

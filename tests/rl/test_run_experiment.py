@@ -213,9 +213,23 @@ def test_dqn_learns_to_catch() -> None:
     from examples.catch_dqn import experiment
 
     evaluation = rl.Evaluation(every=1_000, episodes=20, stop_at=1.0)
-    results = [rl.run_experiment(experiment(0, 1_500, evaluation=evaluation), num_actors=2) for _ in range(2)]
-    assert results[0].fingerprint == results[1].fingerprint
-    assert results[0].score > 0.5
+    assert rl.run_experiment(experiment(0, 1_500, evaluation=evaluation), num_actors=2).score > 0.5
+
+
+def test_two_runs_of_dqn_have_the_same_fingerprint_whatever_the_number_of_threads() -> None:
+    torch = pytest.importorskip("torch")
+    from examples.catch_dqn import experiment
+
+    evaluation = rl.Evaluation(every=1_000, episodes=2)
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            found.append(rl.run_experiment(experiment(0, 600, evaluation=evaluation), num_actors=2))
+            assert torch.get_num_threads() == threads
+        finally:
+            torch.set_num_threads(before)
+    assert found[0].fingerprint == found[1].fingerprint and found[0].counts["learner_steps"] > 0
 
 
 @pytest.mark.slow
