@@ -168,8 +168,9 @@ bench-multihost: setup  ## two pretend hosts (root, sshd): calls, a pipeline and
 bench-checkpoint: setup  ## what checkpoints cost, beside training without them; what a killed stage costs
 	$(BIN)/python -m benchmarks.checkpoints
 
-bench-data-parallel: setup  ## the sum of tensors over processes of one host, beside torch's gloo
+bench-data-parallel: setup  ## sums over processes of one host, and steps of replicas, beside torch's gloo and DDP
 	$(BIN)/python -m benchmarks.all_reduce
+	$(BIN)/python -m benchmarks.replicas
 
 chaos: setup  ## kill and stop random processes of running programs; their ends must have the same bits (ROUNDS=5)
 	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS)
