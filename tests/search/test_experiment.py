@@ -255,6 +255,9 @@ def test_a_killed_trial_is_stopped_and_a_pause_shows(tmp_path: Path) -> None:
         until(entered.exists)
         with closing(Reading(tmp_path, "loss")) as reading:
             client = CourierClient(str(reading.facts()["address"]))
+        assert client.lease(0, "a process that was taken for dead") is None
+        with pytest.raises(ls.StaleAttempt):
+            client.report(1, 0, 1, {"loss": 9.0}, None)
         client.kill(1)
         client.pause()
         left.touch()
