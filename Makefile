@@ -179,7 +179,7 @@ soak: setup  ## train with a failure a minute for an hour: nothing may grow (T=3
 	@mkdir -p runs
 	$(BIN)/python -m benchmarks.endurance --seconds $(T) --every $(EVERY) --csv runs/soak.csv --svg runs/soak.svg
 
-bench-search: setup  ## a search over 64 trials beside its bound, and beside Optuna where it is installed
+bench-search: setup  ## a search over 64 trials beside its bound, Optuna and Ray Tune where they are installed
 	$(BIN)/python -m benchmarks.search
 
 bench-rpc: setup  ## calls, arrays, TCP and a minute of a hundred clients, beside grpc and memcpy

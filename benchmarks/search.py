@@ -3,13 +3,14 @@
     python -m benchmarks.search [--repeats 3] [--epoch-ms 20] [--json FILE]
 
 64 trials by successive halving in 4 slots: 160 epochs, each a sleep. The bound is 160 epochs divided by 4. "search" is
-the time from the first trial's start to the last report; "with launch" is all of it. Optuna runs beside it, if it is
-installed, with its successive halving in 4 processes over a journal file; it decides by the reports there are, so that
-it runs other numbers of epochs. The parties take turns.
+the time from the first trial's start to the last report; "with launch" is all of it. Optuna and Ray Tune run beside it,
+if they are installed: Optuna's successive halving in 4 processes over a journal file, Ray Tune's ASHA with reused
+actors. These decide by the reports there are, so that they run other numbers of epochs. The parties take turns.
 """
 
 import argparse
 import contextlib
+import logging
 import multiprocessing
 import pathlib
 import pickle
@@ -133,6 +134,49 @@ def optuna_search(folder: pathlib.Path, epoch_s: float) -> dict[str, Any]:
     return {"search_s": search, "with_launch_s": whole, "epochs": len(seconds), "report_s": seconds}
 
 
+def ray_trial(config: dict[str, Any]) -> None:
+    from ray import tune
+
+    seconds: list[float] = []
+    for step in range(1, STEPS + 1):
+        time.sleep(config["epoch_s"])
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            (pathlib.Path(folder) / "state").write_bytes(pickle.dumps(step))
+            loss = abs(config["x"] - 0.5) / step
+            last = seconds[-1] if seconds else 0.0
+            tune.report({"loss": loss, "last_s": last}, checkpoint=tune.Checkpoint.from_directory(folder))
+        seconds.append(time.perf_counter() - start)
+
+
+def ray_search(folder: pathlib.Path, epoch_s: float) -> dict[str, Any]:
+    """Run as many trials in Ray Tune with ASHA; "with launch" has the start of its own cluster."""
+    import ray
+    from ray import tune
+
+    start = time.perf_counter()
+    ray.init(num_cpus=SLOTS, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        begin = time.perf_counter()
+        scheduler = tune.schedulers.ASHAScheduler(max_t=STEPS, grace_period=1, reduction_factor=4)
+        grid = tune.Tuner(
+            ray_trial,
+            param_space={"x": tune.uniform(0.0, 1.0), "epoch_s": epoch_s},
+            tune_config=tune.TuneConfig(
+                metric="loss", mode="min", num_samples=TRIALS, scheduler=scheduler, reuse_actors=True
+            ),
+            run_config=tune.RunConfig(storage_path=str(folder), name="bench", verbose=0),
+        ).fit()
+        search = time.perf_counter() - begin
+    finally:
+        ray.shutdown()
+    whole = time.perf_counter() - start
+    frames = [grid[number].metrics_dataframe for number in range(len(grid))]
+    found = [frame for frame in frames if frame is not None]
+    seconds = [float(one) for frame in found for one in frame["last_s"] if one > 0.0]
+    return {"search_s": search, "with_launch_s": whole, "epochs": sum(map(len, found)), "report_s": seconds}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
@@ -142,6 +186,8 @@ def main() -> None:
     parties = {"lp_pipe": lp_pipe_search}
     if find_spec("optuna"):
         parties["Optuna, no checkpoints"] = optuna_search
+    if find_spec("ray") and find_spec("pandas"):  # Ray comes without Tune, too
+        parties["Ray Tune"] = ray_search
     epoch_s = arguments.epoch_ms / 1000.0
     bound = EPOCHS * epoch_s / SLOTS
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in parties}
@@ -149,7 +195,7 @@ def main() -> None:
         for name, party in parties.items():
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # of nodes
                 runs[name].append(party(pathlib.Path(folder), epoch_s))
-    figures: dict[str, Any] = {"machine": machine(), "bound_s": bound, "parties": {}}
+    figures: dict[str, Any] = {"benchmark": "search", "machine": machine(), "bound_s": bound, "parties": {}}
     rows = []
     for name, found in runs.items():
         seconds = sorted(one for run in found for one in run["report_s"])
