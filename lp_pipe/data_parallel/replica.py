@@ -92,6 +92,7 @@ class Replica(NormalizesBatches):
 
         Raises:
             DataParallelError: n or save_every is no count, or an object of `state` has no state.
+            Unavailable: the program stops, and steps are left.
         """
         if not isinstance(n, int) or n < 0:
             raise DataParallelError(f"steps takes the number of steps, got n={n!r}")

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.collectives.backend import Call, GenerationOver
 from lp_pipe.collectives.group import Group
+from lp_pipe.context import stop_event
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
 from lp_pipe.data_parallel.shards import ReplicaBuffers
 from lp_pipe.data_parallel.workers import ReplicaWorkers
-from lp_pipe.errors import DataParallelError, NotSupported
+from lp_pipe.errors import DataParallelError, NotSupported, Unavailable
 from lp_pipe.training.rng import generators_locked, step_rng
 
 T = TypeVar("T")
@@ -109,6 +110,8 @@ class ReplicaSteps:
         self._is_in_steps = True
         try:
             while self.step < count:
+                if stop_event().is_set():  # not the end of the loop: what follows it may save a trained model
+                    raise Unavailable(f"{self.workers.node.name}: the program stops before step {self.step}")
                 self._answer_requests()
                 self._open()
                 before = self.step

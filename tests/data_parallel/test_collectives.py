@@ -148,6 +148,26 @@ def test_clients_see_the_training_between_two_steps(launched: Any, tmp_path: Pat
     assert first <= client.current_step() and set(state) == {"model", "optimizer", "scheduler"}
 
 
+def train_without_end(replica: dp.Replica, ended: list[bool]) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for step in replica.steps(1_000_000):
+        if replica.rank == 0 and step == 3:
+            lp.stop()
+        for shard in replica.shards((torch.ones(4, 2), torch.ones(4, 1))):
+            ((model(shard.input) - shard.target).pow(2).mean() * shard.weight).backward()
+        optimizer.step()
+    ended.append(True)
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "restart"])
+def test_a_stop_ends_the_loop_without_what_follows_it(launched: Any, on_failure: str) -> None:
+    program, ended = lp.Program("stopped"), list[bool]()
+    dp.add_replicas(program, train_without_end, ended, replicas=2, seed=SEED, on_failure=on_failure)
+    run = launched(program, grace=60.0)
+    assert run.wait(30.0) is None and not ended
+
+
 def accumulating(replica: dp.Replica, folder: str) -> None:
     """Accumulate over several batches in a step, with two optimizers."""
     with pp.layer_rng(SEED, 0):
