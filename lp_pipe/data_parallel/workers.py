@@ -1,4 +1,4 @@
-"""The workers that train together, as one of them sees them: who they are in this generation, and what they tell."""
+"""The workers that train together, as one of them sees them: their membership in this generation, and their messages."""
 
 import hashlib
 import hmac

@@ -27,7 +27,7 @@ def from_yaml(path: Path | str) -> dict[str, Any]:
         ValueError: the file has a searcher or a type of hyperparameter that is not known; it is named.
         ModuleNotFoundError: PyYAML is not installed.
     """
-    import yaml  # of no use to those who have no such file
+    import yaml  # only needed for such a file
 
     config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     space = {name: _dimension(name, value) for name, value in (config.get("hyperparameters") or {}).items()}

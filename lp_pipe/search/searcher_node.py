@@ -49,7 +49,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class ExperimentSettings:
-    """The options of an experiment that its searcher's node follows. facts: pickles for those who open the folder."""
+    """The options of an experiment that its searcher's node follows. facts: pickles for readers of the folder."""
 
     folder: Path
     searcher: Searcher
