@@ -1,4 +1,4 @@
-"""The workers that train together, as one of them sees them: their membership in this generation, and their messages."""
+"""The workers that train together, as one of them sees them: their membership in this generation, their messages."""
 
 import hashlib
 import hmac
