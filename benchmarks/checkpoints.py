@@ -32,6 +32,7 @@ import lp_pipe.pipeline as pp
 from benchmarks.report import machine, show_table, spread, write_json
 from examples import char_gpt
 from lp_pipe.checkpoint import Checkpoints
+from lp_pipe.pipeline.protocol import Ping
 
 GOAL_OVERHEAD = 0.05
 GOAL_RECOVERY = 2.0
@@ -109,7 +110,7 @@ class StartUp(threading.Thread):
     def run(self) -> None:
         while (row := self._run.status()["stages"][-1])["state"] != "running" or row["pid"] == self._pid:
             time.sleep(0.005)  # a run tells nobody of its nodes' states
-        self._run.client("stages", -1).is_up()
+        self._run.client("stages", -1).do(Ping())
         self.seconds = _age_s(row["pid"])
 
 
