@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,16 +71,24 @@ def rank_process(rank: int, count: int, folder: str, repeats: int, results: Conn
 
 def measure(count: int, repeats: int) -> Times:
     """Return the times of rank 0."""
+    times: Times = of_rank_0(rank_process, count, repeats)
+    return times
+
+
+def of_rank_0(run: Callable[..., None], count: int, *arguments: Any) -> Any:
+    """Run so many ranks as processes; return what rank 0 has sent.
+
+    run: takes its rank, the count, a folder of all ranks, the arguments, and the connection for its result.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(count)]
         processes = [
-            context.Process(target=rank_process, args=(rank, count, folder, repeats, pipes[rank][1]))
-            for rank in range(count)
+            context.Process(target=run, args=(rank, count, folder, *arguments, pipes[rank][1])) for rank in range(count)
         ]
         for process in processes:
             process.start()
-        found: list[Times] = [pipe.recv() for pipe, _ in pipes]
+        found = [pipe.recv() for pipe, _ in pipes]
         for process in processes:
             process.join()
     return found[0]

@@ -8,7 +8,6 @@ time of a step of the plain loop by that of a step with so many workers, each of
 """
 
 import argparse
-import multiprocessing
 import pathlib
 import tempfile
 import time
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 import lp_pipe as lp
 import lp_pipe.data_parallel as dp
+from benchmarks.all_reduce import of_rank_0
 from benchmarks.report import machine, show_table, spread, write_json
 
 _WARM_UP = 3  # steps
@@ -123,19 +123,7 @@ def torch_loop(rank: int, count: int, folder: str, job: Job, steps: int, is_ddp:
 
 def with_torch(job: Job, workers: int, steps: int, *, is_ddp: bool) -> float:
     """Return the seconds of a step of rank 0."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe() for _ in range(workers)]
-        processes = [
-            context.Process(target=torch_loop, args=(rank, workers, folder, job, steps, is_ddp, pipes[rank][1]))
-            for rank in range(workers)
-        ]
-        for process in processes:
-            process.start()
-        found: list[float] = [pipe.recv() for pipe, _ in pipes]
-        for process in processes:
-            process.join()
-    return found[0]
+    return float(of_rank_0(torch_loop, workers, job, steps, is_ddp))
 
 
 def main() -> None:

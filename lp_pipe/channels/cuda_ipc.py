@@ -90,7 +90,7 @@ class _Probe(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """Why the receiver cannot read the slot; "" if it can."""
+    """The receiver's answer. obstacle: why it cannot read the slot; "" if it can."""
 
     obstacle: str
 

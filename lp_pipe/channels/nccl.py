@@ -176,7 +176,7 @@ class Communicator:
 
 
 class HostIds:
-    """What this process is called among NCCL's hosts. NCCL takes two ranks on one GPU only if they are on two hosts.
+    """The id of this process among NCCL's hosts. NCCL takes two ranks on one GPU only if they are on two hosts.
 
     NCCL 2.30 takes them on one host, too, where NCCL_MULTI_RANK_GPU_ENABLE says so. Before, an id of our own makes two
     hosts of them. From 2.23 on NCCL reads it when the process makes its first communicator, and never again.

@@ -27,7 +27,7 @@ Result = Sequence[str]
 
 
 class Carried(NamedTuple):
-    """How tensors have travelled to another process and back."""
+    """The way that tensors have travelled to another process and back."""
 
     stays_on_gpu: bool
     gib_per_s: float

@@ -23,7 +23,7 @@ worker_of_node: dict[NodeContext, NormalizesBatches] = {}
 
 
 class BatchNorm(nn.Module):
-    """As torch's BatchNorm1d, 2d and 3d, with the mean and variance of the whole batch, over all replicas.
+    """Normalizes as torch's BatchNorm1d, 2d and 3d, with the mean and variance of the whole batch, over all replicas.
 
     Within 1e-6 of one process; not equal to the bit. In train mode it needs a worker for each replica, and one shard
     of each replica (microbatches=1), at any number of samples.

@@ -186,7 +186,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def exchange_updates(self) -> None:
-        """With zero=1, get the parameters that other workers have updated."""
+        """Get the parameters that other workers have updated, with zero=1."""
         rank, shares = self._workers.membership.rank, self._shares() if self.is_sharded else []
         for owner, parameters in enumerate(shares):
             if len(shares) == 1 or not parameters:
@@ -225,7 +225,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         return shares
 
     def _drop_others_state(self) -> None:
-        """With zero=1, forget what was loaded of parameters that other workers update."""
+        """Forget what was loaded of parameters that other workers update, with zero=1."""
         for parameter in self._others_parameters() if self.is_sharded else ():
             self.inner.state.pop(parameter, None)
 

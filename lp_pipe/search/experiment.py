@@ -42,8 +42,6 @@ class _Recipe:
     """What a fork needs to run a trial of the experiment again."""
 
     trial: Callable[[Trial], Any]
-    space: Mapping[str, Any]
-    slots: int
     seed: int
     max_restarts: int
     resources: lp.Resources | None
@@ -95,8 +93,8 @@ def experiment(
     path = (Path(folder) if folder is not None else usual_runs() / "experiments" / name).absolute()
     definition = _Definition(searcher, repr(list(dimensions(space))), _digest(trial), seed, name_of(searcher.sampler))
     _check_is_same(path, definition)
-    recipe = _Recipe(trial, space, slots, seed, max_restarts, resources, keep, on_log)
-    facts = {"definition": cloudpickle.dumps(definition), "recipe": _by_value(recipe, trial)}
+    recipe = _Recipe(trial, seed, max_restarts, resources, keep, on_log)
+    facts = {"definition": cloudpickle.dumps(definition), "recipe": _by_value(recipe)}
     settings = ExperimentSettings(path, searcher, dict(space), seed, slots, max_restarts, keep or Keep(), facts)
     return _program(name, settings, trial, resources, patterns)
 
@@ -129,7 +127,7 @@ def fork(
     definition = _Definition(only, repr(list(dimensions(space))), _digest(recipe.trial), recipe.seed, "random")
     of_fork = {
         "definition": cloudpickle.dumps(definition),
-        "recipe": _by_value(replace(recipe, space=space, slots=1), recipe.trial),
+        "recipe": _by_value(recipe),
     }
     settings = ExperimentSettings(
         folder,
@@ -371,9 +369,9 @@ def _compiled(on_log: Mapping[str, str]) -> list[re.Pattern[str]]:
     return patterns
 
 
-def _by_value(recipe: _Recipe, trial: Callable[..., Any]) -> bytes:
+def _by_value(recipe: _Recipe) -> bytes:
     """Pickle the recipe; the trial's own module by value, since a later process may not find it by its name."""
-    module = sys.modules.get(getattr(trial, "__module__", "") or "")
+    module = sys.modules.get(getattr(recipe.trial, "__module__", "") or "")
     file = getattr(module, "__file__", None)
     known = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
     if module is None or file is None or "site-packages" in file or module.__name__ in known:

@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import uuid
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -92,9 +93,14 @@ class SearcherNode:
     def __init__(self, settings: ExperimentSettings, own_client: Any) -> None:
         self._settings = settings
         self._searcher = settings.searcher
-        facts = {"address": own_client.address, "pid": os.getpid(), "run_dir": str(lp.context().run_dir)}
-        facts["launch"] = settings.launch
-        self._store = Store(settings.folder, self._searcher.metric, {**settings.facts, **facts})
+        facts = {
+            **settings.facts,
+            "address": own_client.address,
+            "pid": os.getpid(),
+            "run_dir": str(lp.context().run_dir),
+            "launch": settings.launch,
+        }
+        self._store = Store(settings.folder, self._searcher.metric, facts)
         lp.context().exit_stack.callback(self._store.close)
         self._changes = Changes()
         self._is_paused = self._store.is_paused()
@@ -211,13 +217,14 @@ class SearcherNode:
         Raises:
             KeyError: the trial has not started.
         """
-        for record in [self._store.trials[trial]] if trial is not None else []:
-            if not record.outcome:
-                self._store.kill(record)
-            self._changes.notify()
         if trial is None:
             self._store.log_event("kill")
             lp.stop()
+            return
+        record = self._store.trials[trial]
+        if not record.outcome:
+            self._store.kill(record)
+        self._changes.notify()
 
     def run(self) -> None:
         """Wait until no trial is left to run, then end the program.
@@ -277,10 +284,13 @@ class SearcherNode:
         found = self._store.checkpoints()
         ranked = sorted((sign * value, trial, step, path) for path, trial, step, value in found if value is not None)
         kept = {path for *_, path in ranked[: keep.experiment_best]}
-        for trial in {trial for _, trial, _, _ in found}:
-            newest_first = [path for path, owner, _, _ in reversed(found) if owner == trial]
-            best_first = [path for _, owner, _, path in ranked if owner == trial]
-            kept |= {*newest_first[:latest], *best_first[: keep.trial_best]}
+        newest_first, best_first = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)  # by trial
+        for path, trial, _, _ in reversed(found):
+            newest_first[trial].append(path)
+        for _, trial, _, path in ranked:
+            best_first[trial].append(path)
+        for trial, paths in newest_first.items():
+            kept |= {*paths[:latest], *best_first[trial][: keep.trial_best]}
         for path, *_ in found:
             if path not in kept:
                 self._store.forget_checkpoint(path)
