@@ -81,8 +81,11 @@ class NodeServices(Protocol):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None) -> None:
         """Send numbers to the run's metrics file and displays."""
 
-    def log_event(self, event: str, step: int) -> None:
-        """Record in the run's metrics file that something has happened at a step, such as "resumed"."""
+    def log_event(self, event: str, **facts: Any) -> None:
+        """Append an event of this node to the run's events.jsonl; "resumed" also to metrics.jsonl, with its step.
+
+        facts: of plain types, which JSON has.
+        """
 
 
 class CountsCalls(Protocol):

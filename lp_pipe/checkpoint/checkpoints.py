@@ -17,7 +17,6 @@ from lp_pipe.checkpoint.poison import PoisonSteps, TryAgain
 from lp_pipe.checkpoint.recovery import LostParts, StatesInMemory, check_can_mirror
 from lp_pipe.context import context, current_context, stop_event
 from lp_pipe.errors import CheckpointError, StateLost, Unavailable, add_note
-from lp_pipe.telemetry.events import EventLog
 from lp_pipe.telemetry.metrics import as_numbers
 from lp_pipe.telemetry.run_folder import RunFolder
 
@@ -301,8 +300,6 @@ class Checkpoints:
         """Watch the parts again, which are now restored to `step`, and record that in the run's events and metrics."""
         self._lost_parts.watch()
         self._tell("resumed", step=step)
-        if self._node is not None:
-            self._node.services.log_event("resumed", step)
 
     def _join(self) -> None:
         if self._writing is not None:
@@ -340,14 +337,10 @@ class Checkpoints:
                 self._error = failure
 
     def _tell(self, event: str, **facts: Any) -> None:
-        """Add an event to the run's event log, if there is one and this host sees it."""
-        if self._node is None:
-            return
-        path = RunFolder(Path(self._node.run_dir)).events
-        if path.exists():
-            events = EventLog(path)
-            events.write(event, self._node.name, **facts)
-            events.close()
+        """Add an event to the run's event log, if this is part of a run."""
+        if self._node is not None:
+            with contextlib.suppress(Unavailable):  # the launcher is gone; what was saved or restored is valid
+                self._node.services.log_event(event, **facts)
 
     def _failed(self, step: int, error: Exception) -> None:
         what = str(error).partition("\n")[0]  # an error of a stage has its traceback in the other lines

@@ -6,7 +6,6 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from lp_pipe.context import NodeContext
 from lp_pipe.data_parallel.buckets import Exchange
 from lp_pipe.errors import DataParallelError, NotSupported, Unauthenticated
 from lp_pipe.membership import Membership
-from lp_pipe.telemetry.events import EventLog
-from lp_pipe.telemetry.run_folder import RunFolder
 
 _BYTES = Call("replica's message")
 _DIGEST_BYTES = 32
@@ -121,9 +118,6 @@ class ReplicaWorkers:
         self._group = self._meet(generation)
         self._messages = 0
         membership = self._group.membership
-        if membership.rank == 0:
-            facts = {"generation": membership.generation, "members": list(membership.members)}
-            self._tell("membership", **facts)
         if membership.world_size < self.options.least:
             # Where workers may change, the program ends with the death that leaves too few (`least_nodes`).
             error = TrainingHasEnded if self.options.may_change else DataParallelError
@@ -215,13 +209,6 @@ class ReplicaWorkers:
         key = hashlib.sha256(b"".join(self.membership.endpoints)).digest()
         place = f"{self.membership.generation} {self._messages} {rank} ".encode()
         return hmac.digest(key, place + data, "sha256")
-
-    def _tell(self, event: str, **facts: Any) -> None:
-        path = RunFolder(Path(self.node.run_dir)).events
-        if path.exists():
-            events = EventLog(path)
-            events.write(event, self.node.name, **facts)
-            events.close()
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:

@@ -132,3 +132,18 @@ def test_a_record_of_a_later_version_can_be_read(tmp_path: Path, no_leaks: None)
     file = RunFolder(tmp_path).record
     file.write_text(json.dumps({**json.loads(file.read_text()), "of_a_later_version": 1}))
     assert record_in(tmp_path) is not None
+
+
+def meet() -> None:
+    lp.context().services.meet("workers", 0, b"").result(PATIENCE_S)
+
+
+def test_an_event_says_which_nodes_of_a_group_work_together(mode: str, tmp_path: Path) -> None:
+    program = lp.Program("demo")
+    with program.group("workers"):
+        for _ in range(2):
+            program.add_node(lp.PyNode(meet))
+    lp.launch(program, mode, run_dir=tmp_path).wait(PATIENCE_S)
+    (event,) = [event for event in events_of(tmp_path) if event["event"] == "membership"]
+    assert event["node"] is None
+    assert (event["group"], event["generation"], event["members"]) == ("workers", 0, ["workers/0", "workers/1"])

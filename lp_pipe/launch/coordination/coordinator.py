@@ -48,7 +48,7 @@ class Coordinator:
         self._metrics = metrics
         self._lifecycles = NodeLifecycles(plan.nodes, self._withdraw_all)
         self._directory = Directory()
-        self._meetings = Meetings(self._lifecycles.nodes, self._why_stopping)
+        self._meetings = Meetings(self._lifecycles.nodes, self._why_stopping, self._tell_membership)
         self._inner_ended: list[tuple[str, Future[str]]] = []  # by colocation: what waits for its inner nodes
         self._reserve_port = reserve_port or Ports().reserve
         self._takers = self._table()
@@ -108,7 +108,7 @@ class Coordinator:
         on(messages.WatchGeneration, lambda node_id, message: self.generation_over(message.group, message.generation))
         on(messages.Hear, lambda node_id, message: "")  # all messages of one node come in order
         on(messages.LogMetrics, lambda node_id, message: self.log_metrics(node_id, message.values, message.step))
-        on(messages.LogEvent, lambda node_id, message: self.log_event(node_id, message.event, message.step))
+        on(messages.LogEvent, lambda node_id, message: self.log_event(node_id, message.event, message.facts))
         on(messages.CallsTaken, lambda node_id, message: self.calls_of_nodes({node_id: message.calls}))
         on(messages.Started, lambda node_id, message: self.node_started(node_id, message.pid))
         on(
@@ -232,9 +232,12 @@ class Coordinator:
         """Record numbers under the name of the node, whichever part of it logged them."""
         self._metrics.record(self._name_of(node_id), values, step)
 
-    def log_event(self, node_id: str, event: str, step: int) -> None:
-        """Record what has happened at a step, under the node's name."""
-        self._metrics.record_event(self._name_of(node_id), event, step)
+    def log_event(self, node_id: str, event: str, facts: Mapping[str, Any]) -> None:
+        """Record what has happened, under the node's name; in the metrics, too, if their steps come again."""
+        name = self._name_of(node_id)
+        self.note_event(event, name, **facts)
+        if event == "resumed":
+            self._metrics.record_event(name, event, facts["step"])
 
     # What the hosts report.
 
@@ -442,6 +445,9 @@ class Coordinator:
         for node_id in node_ids:
             group = self._lifecycles.groups[self._lifecycles.nodes[node_id].spec.name]
             self.note_event("restart", node_id, restarts=group.row()["restarts"])
+
+    def _tell_membership(self, group: str, generation: int, members: Sequence[str]) -> None:
+        self.note_event("membership", None, group=group, generation=generation, members=members)
 
     def _withdraw_all(self, record: NodeRecord) -> None:
         """Forget where the node listened, and settle the futures that wait for it in vain."""

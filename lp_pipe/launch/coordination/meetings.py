@@ -1,6 +1,6 @@
 """The meetings of the program's groups: the members of each group now, and the end of each generation."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -33,11 +33,18 @@ class Meetings:
     """The groups that have met or wait to. Not thread-safe: the coordinator holds its lock.
 
     nodes: all of the program, by node_id. why_stopping: returns why the program stops, or "" while it goes on.
+    has_met: called with the group, its new generation and the members, in rank order.
     """
 
-    def __init__(self, nodes: Mapping[str, NodeRecord], why_stopping: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        nodes: Mapping[str, NodeRecord],
+        why_stopping: Callable[[], str],
+        has_met: Callable[[str, int, Sequence[str]], None],
+    ) -> None:
         self._nodes = nodes
         self._why_stopping = why_stopping
+        self._has_met = has_met
         self._groups: dict[str, _GroupOfNodes] = {}
         self._changed: set[str] = set()  # groups in which a meeting may be complete now
 
@@ -100,6 +107,7 @@ class Meetings:
         asked = [state.asked.pop(node_id) for node_id in members]
         state.generation = max(state.generation + 1, *(one.generation for one in asked))
         state.members, state.over = frozenset(members), ""
+        self._has_met(group, state.generation, members)
         endpoints = tuple(one.endpoint for one in asked)
         return [
             Settlement(one.future, Membership(group, state.generation, rank, members, endpoints))

@@ -183,7 +183,7 @@ class LogMetrics(Notice):
 @dataclass(frozen=True)
 class LogEvent(Notice):
     event: str
-    step: int
+    facts: dict[str, Any]
 
 
 @dataclass(frozen=True)

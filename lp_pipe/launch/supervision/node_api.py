@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lp_pipe.launch.supervision import messages
 from lp_pipe.launch.supervision.messages import Notice, Question
@@ -81,5 +81,5 @@ class MessageServices:
         values, step = as_numbers(metrics, step)
         self._tell(messages.LogMetrics(dict(values), step))
 
-    def log_event(self, event: str, step: int) -> None:
-        self._tell(messages.LogEvent(event, step))
+    def log_event(self, event: str, **facts: Any) -> None:
+        self._tell(messages.LogEvent(event, facts))

@@ -1,5 +1,6 @@
 """A group's members meet once all that live have asked, and learn when a generation is over."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,7 +22,8 @@ class Group:
         specs = [NodeSpec(f"w/{rank}", "w", rank, 3, lp.PyNode(print), lp.Resources()) for rank in range(3)]
         self.nodes = {spec.node_id: NodeRecord(spec) for spec in specs}
         self.stopping = ""
-        self.meetings = Meetings(self.nodes, lambda: self.stopping)
+        self.told: list[tuple[str, int, Sequence[str]]] = []
+        self.meetings = Meetings(self.nodes, lambda: self.stopping, lambda *met: self.told.append(met))
 
     def meet(self, rank: int, generation: int = 0) -> "Future[Membership]":
         future: Future[Membership] = Future()
@@ -57,6 +59,7 @@ def test_all_get_the_members_in_rank_order_once_the_last_has_asked() -> None:
     assert [future.result(0) for future in futures] == [
         Membership("w", 0, rank, members, (b"0", b"1", b"2")) for rank in (2, 0, 1)
     ]
+    assert group.told == [("w", 0, members)]
 
 
 def test_the_survivors_of_a_node_that_has_ended_for_good_meet_without_it() -> None:

@@ -52,9 +52,9 @@ def test_notices_arrive_in_order_and_questions_are_answered(asking: MakePeers) -
 
     peer = asking(handle)
     peer.tell(RequestStop())
-    peer.tell(LogEvent("resumed", 3))
+    peer.tell(LogEvent("resumed", {"step": 3}))
     assert peer.ask(Resolve("server")).result(WITHIN_S) == "endpoint of server"
-    assert heard == [RequestStop(), LogEvent("resumed", 3), Resolve("server")]
+    assert heard == [RequestStop(), LogEvent("resumed", {"step": 3}), Resolve("server")]
 
 
 def test_an_answer_may_come_later_and_not_in_the_order_of_the_questions(asking: MakePeers) -> None:
