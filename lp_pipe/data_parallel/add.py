@@ -149,11 +149,11 @@ class ReplicaWorker:
     def current_step(self) -> int:
         """Return the number of finished steps."""
         steps = self._replica.own_steps
-        return steps.ask(lambda: steps.step)
+        return steps.ask(lambda: steps.state.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all that `replica.steps` was given, by its name there."""
-        return self._replica.own_steps.ask(self._replica.own_steps.state_dict)
+        return self._replica.own_steps.ask(self._replica.own_steps.state.state_dict)
 
     def fingerprint(self) -> str:
         """Return the sha256 of all parameters and buffers."""
@@ -165,7 +165,7 @@ class ReplicaWorker:
 
     def _fingerprint(self) -> str:
         digest = hashlib.sha256()
-        for model in self._replica.own_steps.models:
+        for model in self._replica.own_steps.state.models:
             for value in model.state_dict().values():
                 if isinstance(value, Tensor):
                     digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

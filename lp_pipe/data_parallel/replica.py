@@ -236,7 +236,7 @@ class Replica(NormalizesBatches):
             if number == len(shards):
                 self.own_steps.open_window()
             seed, microbatch = self._workers.options.seed, first.get(shard.replica, 0) + shard.microbatch
-            with PausableRng(seed, shard.replica, self.own_steps.step, microbatch) as self._rng:
+            with PausableRng(seed, shard.replica, self.own_steps.state.step, microbatch) as self._rng:
                 try:
                     yield shard
                 finally:

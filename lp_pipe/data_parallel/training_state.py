@@ -1,0 +1,205 @@
+"""The models and optimizers that a worker trains, and what else the loop over steps keeps: checkpoints, undoing."""
+
+import contextlib
+import copy
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lp_pipe.checkpoint import Checkpoints
+from lp_pipe.collectives.backend import Call
+from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
+from lp_pipe.data_parallel.shards import ReplicaBuffers
+from lp_pipe.data_parallel.workers import ReplicaWorkers
+from lp_pipe.errors import DataParallelError, NotSupported
+from lp_pipe.training.rng import generators_locked
+
+_log = logging.getLogger(__name__)
+_BUFFERS = Call("buffers of replica 0")
+
+
+class TrainingState:
+    """What one worker trains. Used by the thread that runs `train`.
+
+    step: the number of the current step, or of the next one. is_trained: whether the worker has trained, or has the
+    state of one that has.
+    """
+
+    def __init__(self, workers: ReplicaWorkers) -> None:
+        self._workers = workers
+        self.step = 0
+        self.is_trained = False
+        self.optimizers: list[ReplicaOptimizer] = []
+        self.buffers = ReplicaBuffers([])
+        self._parts: dict[str, Any] = {}  # objects with state_dict() and load_state_dict(), by name
+        self._checkpoints: Checkpoints | None = None
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return list(dict.fromkeys(optimizer.model for optimizer in self.optimizers))
+
+    def add_optimizer(self, optimizer: ReplicaOptimizer) -> None:
+        self.optimizers.append(optimizer)
+        self.buffers = ReplicaBuffers(list(dict.fromkeys(module for one in self.models for module in one.modules())))
+
+    def set_parts(self, parts: Mapping[str, Any]) -> None:
+        """Set what checkpoints keep and joiners get; models and optimizers that are not in it are added.
+
+        Raises:
+            DataParallelError: a part has no state.
+        """
+        for name, part in parts.items():
+            if not (callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))):
+                raise DataParallelError(f"steps({name}=…): {part!r} has no state_dict() and load_state_dict()")
+        wrapped = {id(optimizer.inner): optimizer for optimizer in self.optimizers}
+        self._parts = {name: wrapped.get(id(part), part) for name, part in parts.items()}
+        self._checkpoints = None
+        given = {id(part) for part in self._parts.values()}
+        for number, optimizer in enumerate(self.optimizers):  # training cannot go on without these
+            for name, part in (("model", optimizer.model), ("optimizer", optimizer)):
+                if id(part) not in given:
+                    self._parts[f"{name} of optimizer {number}"] = part
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all that `steps` was given.
+
+        Raises:
+            NotSupported: no worker has all of it.
+        """
+        if any(optimizer.is_sharded for optimizer in self.optimizers):
+            raise NotSupported("state_dict() of a training with zero=1 is not there yet: load a checkpoint of it")
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    # ---- the same on all workers ----
+
+    def copy_model(self, optimizer: ReplicaOptimizer) -> None:
+        """Give an optimizer's model the parameters and buffers of rank 0's; all workers call this.
+
+        Raises:
+            DataParallelError: the workers' models differ.
+        """
+        self._check_same([optimizer])
+        rank, model = self._workers.membership.rank, optimizer.model
+        sent = self._workers.broadcast(model.state_dict() if rank == 0 else None, 0)
+        if rank:
+            model.load_state_dict(sent)
+
+    def copy_state(self, root: int) -> None:
+        """Give the step and the state of rank `root` to the workers that are not trained; all workers call this.
+
+        Raises:
+            DataParallelError: the workers' models differ.
+        """
+        rank = self._workers.membership.rank
+        self._check_same(self.optimizers)
+        own = {name: _own_state(part) for name, part in self._parts.items()} if rank == root else {}
+        sent = self._workers.broadcast((self.step, own) if rank == root else None, root)
+        if not self.is_trained and rank != root:
+            self.step, state = sent
+            for name, part in self._parts.items():
+                part.load_state_dict(state[name])
+
+    def share_buffers(self, changed: Sequence[bool]) -> None:
+        """Give all workers the buffers of replica 0. changed: which of them replica 0 has written to in this step."""
+        self.buffers.keep_only(0)
+        if self._workers.membership.world_size == 1 or not any(changed):
+            return
+        tensors = [tensor for tensor, is_changed in zip(self.buffers.tensors(), changed, strict=True) if is_changed]
+        packed = torch.cat([_bytes_of(tensor) for tensor in tensors])
+        self._workers.backend.broadcast(packed, 0, call=_BUFFERS)
+        begin = 0
+        for tensor in tensors:
+            end = begin + tensor.numel() * tensor.itemsize
+            tensor.copy_(packed[begin:end].clone().view(tensor.dtype).view(tensor.shape))
+            begin = end
+
+    def _check_same(self, optimizers: list[ReplicaOptimizer]) -> None:
+        """Refuse models that differ between workers, on all of them.
+
+        Raises:
+            DataParallelError: names the first parameter that differs.
+        """
+        own = sorted(self._parts), [optimizer.signature() for optimizer in optimizers]
+        first, *others = self._workers.gathered(own)
+        for rank, other in enumerate(others, start=1):
+            if other[0] != first[0]:
+                raise DataParallelError(f"steps() has the state {first[0]} on rank 0 and {other[0]} on rank {rank}")
+            for tensors, expected in zip(other[1], first[1], strict=False):
+                for found, wanted in zip(tensors, expected, strict=False):
+                    if found != wanted:
+                        raise DataParallelError(
+                            f"the workers' models differ: {_described(wanted)} on rank 0 is {_described(found)} on "
+                            f"rank {rank}: build the same model on all workers"
+                        )
+            if [len(tensors) for tensors in other[1]] != [len(tensors) for tensors in first[1]]:
+                raise DataParallelError(
+                    f"the workers' models differ: rank 0 has {[*map(len, first[1])]} parameters and buffers, rank "
+                    f"{rank} has {[*map(len, other[1])]}"
+                )
+
+    # ---- checkpoints, and dropped steps ----
+
+    def save(self) -> None:
+        """Save a checkpoint of this step; all workers call this, and rank 0 writes it in the background."""
+        with contextlib.ExitStack() as whole:
+            for optimizer in self.optimizers:
+                if optimizer.is_sharded:
+                    whole.enter_context(optimizer.whole_state())
+            if self._workers.membership.rank == 0:
+                self._all_checkpoints().save(self.step, wait=False)
+
+    def restore(self) -> None:
+        """Load the newest checkpoint, if there is one."""
+        if self._parts and (found := self._all_checkpoints().restore()) is not None:
+            self.step = found.step
+            _log.info("going on from step %d, as %s has it", found.step, found.path)
+
+    def wait_until_saved(self) -> None:
+        """Wait until all checkpoints are written."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait_until_written()
+
+    def undoing(self) -> Callable[[], None]:
+        """Return a function that brings all back to the present state which only a dropped step may have changed."""
+        trained = {id(part) for one in self.optimizers for part in (one, one.model)}
+        kept = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items() if id(part) not in trained}
+        options = [
+            (group, {name: copy.copy(value) for name, value in group.items() if name != "params"})
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+        with generators_locked():  # a worker in another thread may be in a shard
+            generators = torch.get_rng_state(), random.getstate()
+
+        def undo() -> None:
+            for name, state in kept.items():
+                self._parts[name].load_state_dict(state)
+            for group, values in options:
+                group.update(values)
+            with generators_locked():
+                torch.set_rng_state(generators[0])
+                random.setstate(generators[1])
+
+        return undo
+
+    def _all_checkpoints(self) -> Checkpoints:
+        if self._checkpoints is None:
+            self._checkpoints = Checkpoints(self._parts)
+        return self._checkpoints
+
+
+def _own_state(part: Any) -> Any:
+    return part.own_state() if isinstance(part, ReplicaOptimizer) else part.state_dict()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _described(tensor: tuple[str, list[int], str]) -> str:
+    name, shape, dtype = tensor
+    return f"{name} ({dtype.removeprefix('torch.')} {shape})"
