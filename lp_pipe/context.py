@@ -169,7 +169,8 @@ class NodeContext:
     label, index, group_size: its group, its position there from 0, and how many nodes the group has.
     resources: what its group was given. devices: the numbers of the GPUs that are this node's.
     run_dir: the folder for logs, metrics and checkpoints; on another host a temporary one, where no such folder can be.
-    grace_s: seconds from the stop to SIGTERM.
+    grace_s: seconds from the stop to SIGTERM. previous_end: of a restarted node, how its process before this one ended;
+        "" if it reported its failure itself.
     """
 
     label: str
@@ -180,6 +181,7 @@ class NodeContext:
     services: NodeServices = field(repr=False)
     devices: tuple[int, ...] = ()
     grace_s: float = 5.0
+    previous_end: str = ""
     stop_signal: StopSignal = field(default_factory=StopSignal, repr=False)
     # What the node's own parts (servers of channels, files) need done when its code has ended, however it ended.
     exit_stack: ExitStack = field(default_factory=ExitStack, repr=False)

@@ -154,11 +154,17 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def finish(
-    aside: Path, step: int, written: Mapping[str, Collection[str]], metrics: Mapping[str, float] | None = None
+    aside: Path,
+    step: int,
+    written: Mapping[str, Collection[str]],
+    metrics: Mapping[str, float] | None = None,
+    *,
+    is_flushed: bool = True,
 ) -> Checkpoint:
     """Flush all files to the disk, write the manifest and rename the folder; replaces a checkpoint of the same step.
 
-    written: by name of a part, the files and folders that must exist.
+    written: by name of a part, the files and folders that must exist. is_flushed: False leaves the flush to a later
+    `flush`; until then the checkpoint survives the death of processes, but not a crash of the machine.
 
     Raises:
         OSError: as `begin`; or another program has deleted a file that was written.
@@ -170,18 +176,27 @@ def finish(
     data = {"format": _FORMAT, "step": step, "saved": time.time(), "parts": parts, "metrics": metrics or {}}
     head = json.dumps({**data, "files": files}, indent=1)
     (aside / MANIFEST).write_text(f"{head}\n{hashlib.sha256(head.encode()).hexdigest()}\n", encoding="utf-8")
-    for name in (*files, MANIFEST):
-        sync(aside / name)
-    for folder in (aside, *(path for path in aside.rglob("*") if path.is_dir())):
-        sync(folder)
+    if is_flushed:
+        flush(aside)
     path = aside.parent / f"{_PREFIX}{step:08}"
     before = path.with_name(f".{path.name}{_BEFORE}")
     if path.exists():
         path.rename(before)
     aside.rename(path)
-    sync(path.parent)
+    if is_flushed:
+        sync(path.parent)
     shutil.rmtree(before, ignore_errors=True)
     return open_checkpoint(path)
+
+
+def flush(folder: Path) -> None:
+    """Flush a folder to the disk, with all files and folders in it.
+
+    Raises:
+        OSError: for example, something in it was deleted meanwhile.
+    """
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
 
 
 def remove(path: Path) -> None:

@@ -96,6 +96,7 @@ class ProcessHost(Host):
         self._orphan_s = orphan_s
         self._streams: dict[str, NodeLink] = {}
         self._pids: dict[str, int] = {}  # by node_id: of processes whose ends were not reported
+        self._ends: dict[str, str] = {}  # by node_id: how its last process ended, if it reported nothing
         self._told_to_stop: set[str] = set()  # by node_id: of the current processes
         self._faults = InjectedFaults()
         standard_streams.open_closed()  # before what is opened here takes their numbers
@@ -285,6 +286,7 @@ class ProcessHost(Host):
                 grace_s=self._plan.grace_s,
                 state=self._surroundings.state,
                 membership=self._membership,
+                previous_end=self._ends.get(node_id, ""),
             ),
             payload=self._payloads[node_id] if spec.may_start_again else self._payloads.pop(node_id),
         )
@@ -315,11 +317,13 @@ class ProcessHost(Host):
 
     def _report_death(self, node_id: str, how: str, deadline: float, can_restart: bool) -> None:
         """Report a process that is gone; if its code had not ended before, that is the node's failure."""
+        self._ends.pop(node_id, None)
         if not self._coordinator.is_running(node_id) and can_restart:
             is_by_us = node_id in self._told_to_stop or self._coordinator.must_end(node_id)
             if how.startswith(KILLED) and not is_by_us:
                 _log.warning("node %s had ended, but not its threads and exit functions, when %s", node_id, how)
             return
+        self._ends[node_id] = how
         if node_id not in self._told_to_stop:
             self._coordinator.tell(node_id, messages.EndsUnasked())
         if self._coordinator.must_end(node_id):

@@ -22,7 +22,7 @@ from lp_pipe.search.samplers import check_sampler, name_of
 from lp_pipe.search.searcher_node import ExperimentSettings, Fork, Keep, SearcherNode
 from lp_pipe.search.searchers import Grid, Random, Rows, Searcher, TrialRows
 from lp_pipe.search.space import Constant, Params, dimensions, flat, nested
-from lp_pipe.search.store import Reading, TrialRecord, read_only, rows_in
+from lp_pipe.search.store import ExperimentFolder, Reading, TrialRecord, read_only, rows_in
 from lp_pipe.search.trial import Trial, TrialSlot
 
 
@@ -230,15 +230,16 @@ class Experiment:
         return {trial: sorted(curve) for trial, curve in sorted(curves.items())}
 
     def trials(self) -> list[TrialSummary]:
-        """Return every trial that has started, by id."""
+        """Return every trial that has started, by id. A trial whose run has ended is not running, but waiting."""
         searcher = self._definition.searcher
+        is_live = ExperimentFolder(self.folder).owner() is not None
         with closing(Reading(self.folder, searcher.metric)) as reading:
             rows, is_paused = reading.rows(), reading.is_paused()
             return [
                 TrialSummary(
                     one.id,
                     one.params,
-                    _state_of(one, searcher.may_go_on(rows, one.id), searcher.max_steps, is_paused),
+                    _state_of(one, searcher.may_go_on(rows, one.id), searcher.max_steps, is_live, is_paused),
                     one.newest,
                     one.attempt,
                     one.error,
@@ -326,10 +327,10 @@ def open(name: Path | str) -> Experiment:
     )
 
 
-def _state_of(record: TrialRecord, may_go_on: bool, max_steps: int | None, is_paused: bool) -> str:
+def _state_of(record: TrialRecord, may_go_on: bool, max_steps: int | None, is_live: bool, is_paused: bool) -> str:
     if record.outcome:
         return record.outcome
-    if record.slot is not None:
+    if record.slot is not None and is_live:
         return "running"
     if may_go_on:
         return "paused" if is_paused else "waiting"

@@ -1,5 +1,6 @@
 """The searcher's node: hands trials to slots, commits their reports, and ends the experiment."""
 
+import contextlib
 import logging
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lp_pipe as lp
+from lp_pipe.checkpoint import folder as folders
 from lp_pipe.errors import Unrecoverable
 from lp_pipe.programs.waiting import Changes
 from lp_pipe.search.samplers import Sampled, suggest
@@ -106,6 +108,9 @@ class SearcherNode:
         self._is_paused = self._store.is_paused()
         self._deleting = ThreadPoolExecutor(1, "delete checkpoints")
         lp.context().exit_stack.callback(self._deleting.shutdown)
+        self._flushing = ThreadPoolExecutor(1, "flush checkpoints")
+        lp.context().exit_stack.callback(self._flushing.shutdown)
+        self._kept: set[str] = set()  # the checkpoints on the disk
         self._over = threading.Event()
         lp.register_stop_handler(self._over.set)
         if settings.fork is not None and not self._store.trials:
@@ -117,12 +122,17 @@ class SearcherNode:
             if record.slot is not None and record.slot >= settings.num_slots:  # an earlier launch had more slots
                 self._slot_died(record)
 
-    async def register(self, slot: int, incarnation: str) -> None:
-        """Take note of a slot that has started: what it ran before its death is free for other slots."""
+    async def register(self, slot: int, incarnation: str, own_end: str | None = None) -> None:
+        """Take note of a slot that has started: what it ran before its death is free for other slots.
+
+        own_end: how the slot's last process ended by itself; None if it was killed. What it ran then has failed.
+        """
         if not self._store.register(slot, incarnation):
             return
         for record in self._running():
-            if record.slot == slot:
+            if record.slot == slot and own_end is not None:
+                self._store.end(record.id, record.attempt, "failed", own_end)
+            elif record.slot == slot:
                 self._slot_died(record)
         self._changes.notify()
 
@@ -160,6 +170,7 @@ class SearcherNode:
         record = self._store.report(trial, attempt, step, values, checkpoint)
         if checkpoint is not None:
             self._delete_checkpoints()
+            self._flushing.submit(self._flush, checkpoint)
         if record.until_step is not None and step >= record.until_step:
             record.until_step = self._searcher.target(self._store.rows(), trial)
             self._changes.notify()  # the report may have promoted other trials
@@ -291,10 +302,17 @@ class SearcherNode:
             best_first[trial].append(path)
         for trial, paths in newest_first.items():
             kept |= {*paths[:latest], *best_first[trial][: keep.trial_best]}
+        self._kept = kept
         for path, *_ in found:
             if path not in kept:
                 self._store.forget_checkpoint(path)
                 self._deleting.submit(shutil.rmtree, path, True)
+
+    def _flush(self, checkpoint: str) -> None:
+        """Flush a checkpoint to the disk, unless it was deleted meanwhile. Trials do not wait for this."""
+        if checkpoint in self._kept:
+            with contextlib.suppress(FileNotFoundError):
+                folders.flush(Path(checkpoint))
 
 
 def _lease_of(record: TrialRecord) -> Lease:

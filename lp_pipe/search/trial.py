@@ -15,6 +15,7 @@ from lp_pipe.checkpoint import folder as folders
 from lp_pipe.checkpoint.parts import saves_itself
 from lp_pipe.context import current_context
 from lp_pipe.errors import CheckpointError
+from lp_pipe.launch.processes.template import KILLED
 from lp_pipe.nodes import user_code
 from lp_pipe.programs.waiting import until_the_stop
 from lp_pipe.search.searcher_node import Directive, Lease
@@ -137,7 +138,7 @@ class Trial:
                 else:
                     folders.write_state(aside, name, part.state_dict())
                     written[name] = [folders.state_file(name)]
-            return str(folders.finish(aside, step, written).path)
+            return str(folders.finish(aside, step, written, is_flushed=False).path)  # the searcher flushes it
         except OSError as error:
             raise CheckpointError(
                 f"trial {self.id}: the checkpoint of step {step} cannot be written: {error}"
@@ -194,7 +195,9 @@ class TrialSlot:
         self._patterns = patterns
         self._index = lp.context().index
         self._incarnation = uuid.uuid4().hex
-        ask(searcher, "register", self._index, self._incarnation)
+        previous_end = lp.context().previous_end
+        was_killed = not previous_end or previous_end.startswith(KILLED)
+        ask(searcher, "register", self._index, self._incarnation, None if was_killed else previous_end)
 
     @until_the_stop()
     def run(self) -> None:

@@ -116,6 +116,7 @@ def test_a_stopped_experiment_goes_on_where_it_was(
     launched()
     first = committed(tmp_path / "experiment")
     assert len(first) < len(undisturbed)
+    assert "running" not in {one.state for one in ls.open(tmp_path / "experiment").trials()}
     launched()
     assert committed(tmp_path / "experiment") == undisturbed
 
@@ -147,6 +148,22 @@ def test_a_trial_that_raises_fails_and_the_others_go_on(tmp_path: Path) -> None:
     states = {one.id: one.state for one in ls.open(tmp_path).trials()}
     assert states == {0: "finished", 1: "invalid", 2: "failed", 3: "finished", 5: "finished"}
     assert "in trial 2" in (ls.open(tmp_path).trials()[2].error or "")
+
+
+def trial_that_ends_its_process(t: ls.Trial) -> None:
+    for _ in t.steps():
+        if t.id == 0:
+            os._exit(7)
+        t.report({"loss": 1.0})
+
+
+def test_a_trial_that_ends_its_process_fails_at_once(tmp_path: Path, without_torch: None) -> None:
+    searcher = ls.Random("loss", max_trials=2, max_steps=1)
+    program = ls.experiment("exits", trial_that_ends_its_process, space=SPACE, searcher=searcher, folder=tmp_path)
+    lp.launch(program, "process").wait(WITHIN_S)
+    exits, other = ls.open(tmp_path).trials()
+    assert (exits.state, exits.attempts, other.state) == ("failed", 1, "finished")
+    assert "exit code 7" in (exits.error or "")
 
 
 def test_a_trial_that_prints_a_pattern_fails(tmp_path: Path) -> None:

@@ -272,6 +272,7 @@ def _run(start: messages.StartNode, loaded: Generator[Any, None, None], supervis
         services=supervision,
         devices=start.devices,
         grace_s=start.grace_s,
+        previous_end=start.previous_end,
         stop_signal=supervision.stop_signal,
         owns_arguments=True,
         prepare_thread=interpreter_state.thread_state(),  # read after setup(), which may have changed it

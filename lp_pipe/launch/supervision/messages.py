@@ -257,7 +257,7 @@ class StartNode(Notice):
 
     main: attributes of the launcher's __main__ that describe its script: __file__, __package__, __doc__.
     state: what the script has set for its process.
-    membership: None in a run on one host.
+    membership: None in a run on one host. previous_end: see NodeContext.
 
     The frame's one buffer is the pickled setup function, then (node, resources).
     """
@@ -278,6 +278,7 @@ class StartNode(Notice):
     grace_s: float
     state: bytes
     membership: HostMembership | None
+    previous_end: str
 
 
 @dataclass(frozen=True)
