@@ -39,8 +39,12 @@ if TYPE_CHECKING:
     from lp_pipe.rl import losses as losses
     from lp_pipe.rl.agents.dqn import DQNBuilder as DQNBuilder
     from lp_pipe.rl.agents.dqn import DQNConfig as DQNConfig
+    from lp_pipe.rl.agents.ppo import PPOBuilder as PPOBuilder
+    from lp_pipe.rl.agents.ppo import PPOConfig as PPOConfig
 
-_NEEDS_TORCH = {"DQNBuilder": "lp_pipe.rl.agents.dqn", "DQNConfig": "lp_pipe.rl.agents.dqn"}
+_NEEDS_TORCH = {
+    f"{agent}{part}": f"lp_pipe.rl.agents.{agent.lower()}" for agent in ("DQN", "PPO") for part in ("Builder", "Config")
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -59,6 +59,8 @@ class RoundsLearner:
         if self.table.size < limiter.min_size:
             return 0
         due = self._carry + items * limiter.samples_per_insert / self._batch_size
+        if self.options.max_times_sampled:  # a queue may have dropped some of a round's items
+            due = min(due, self.table.size * self.options.max_times_sampled / self._batch_size)
         self._carry = due - math.floor(due)
         return math.floor(due)
 

@@ -5,7 +5,6 @@ Sources: Mnih et al., "Human-level control through deep reinforcement learning" 
 """
 
 import copy
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.rl.adders import NStepAdder
+from lp_pipe.rl.agents.networks import (
+    FlatObservation,
+    TorchLearner,
+    check_shape,
+    num_actions_of,
+    one_observation,
+    perceptron,
+    tensors,
+)
 from lp_pipe.rl.experiment import Spec, Update
 from lp_pipe.rl.losses import double_q
 from lp_pipe.rl.replay.rate_limiter import SampleToInsertRatio
 from lp_pipe.rl.replay.selectors import Prioritized, Uniform
 from lp_pipe.rl.replay.table import Sample, Table
-from lp_pipe.rl.tree import tree_map
 
 
 @dataclass(frozen=True)
@@ -95,41 +102,22 @@ class DQNBuilder:
         Raises:
             ValueError: the network does not return the values of all actions.
         """
-        observation = spec.observation_space.sample()
-        batch = tree_map(lambda leaf: torch.as_tensor(np.asarray(leaf))[None], observation)
         with torch.no_grad():
-            shape = tuple(network(batch).shape)
-        if shape != (1, num_actions_of(spec)):
-            raise ValueError(
-                f"the network returned the shape {shape} for one observation: it must be (1, {num_actions_of(spec)}), "
-                f"the values of the actions of {spec.action_space}"
-            )
-        return DQNLearner(network, spec, self.config)
+            values = network(one_observation(spec))
+        check_shape("values of actions", values, (1, num_actions_of(spec)), spec.action_space)
+        return DQNLearner(network, self.config, generator)
 
 
 class QNetwork(nn.Module):
-    """Two hidden layers over the flat observation; a Discrete observation becomes one-hot."""
+    """Two hidden layers over the flat observation."""
 
     def __init__(self, spec: Spec, width: int = 64) -> None:
         super().__init__()
-        space = spec.observation_space
-        if getattr(space, "spaces", None) is not None or getattr(space, "shape", None) is None:
-            raise ValueError(f"DQN's own network takes one array, not {space}: give a network_factory")
-        self._num_values = int(space.n) if hasattr(space, "n") and not space.shape else 0
-        self._start = int(getattr(space, "start", 0)) if self._num_values else 0
-        inputs = self._num_values or math.prod(space.shape)
-        self.layers = nn.Sequential(
-            nn.Linear(inputs, width),
-            nn.ReLU(),
-            nn.Linear(width, width),
-            nn.ReLU(),
-            nn.Linear(width, num_actions_of(spec)),
-        )
+        self.flat = FlatObservation(spec.observation_space)
+        self.layers = perceptron([self.flat.size, width, width, num_actions_of(spec)])
 
     def forward(self, observations: Tensor) -> Tensor:
-        if self._num_values:
-            observations = nn.functional.one_hot(observations.long() - self._start, self._num_values)
-        values: Tensor = self.layers(observations.flatten(1).float())
+        values: Tensor = self.layers(self.flat(observations))
         return values
 
 
@@ -152,13 +140,13 @@ class DQNPolicy:
         return actions, state, None
 
 
-class DQNLearner:
+class DQNLearner(TorchLearner):
     """Minimizes the Huber loss of double Q-learning's errors, which are also the priorities."""
 
-    def __init__(self, network: nn.Module, spec: Spec, config: DQNConfig) -> None:
-        self._network, self._target, self._config = network, copy.deepcopy(network), config
+    def __init__(self, network: nn.Module, config: DQNConfig, generator: np.random.Generator) -> None:
+        self._target, self._config = copy.deepcopy(network), config
         self._optimizer = torch.optim.Adam(network.parameters(), lr=config.learning_rate)
-        self._steps = 0
+        super().__init__(network, generator, {"target": self._target, "optimizer": self._optimizer})
 
     def step(self, sample: Sample) -> Update:
         data = sample.data
@@ -166,9 +154,9 @@ class DQNLearner:
         if self._config.clip_rewards:
             rewards = rewards.clamp(-1.0, 1.0)
         following = tensors(data.next_observation)
-        q = self._network(tensors(data.observation))
+        q = self.network(tensors(data.observation))
         with torch.no_grad():
-            online, target = self._network(following), self._target(following)
+            online, target = self.network(following), self._target(following)
         actions, discounts = torch.as_tensor(data.action), torch.as_tensor(data.discount)
         errors = double_q(q, actions, rewards, discounts, online, target)
         losses = nn.functional.huber_loss(errors, torch.zeros_like(errors), reduction="none")
@@ -176,42 +164,8 @@ class DQNLearner:
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
-        self._steps += 1
-        if self._steps % self._config.target_every == 0:
-            self._target.load_state_dict(self._network.state_dict())
+        self.steps += 1
+        if self.steps % self._config.target_every == 0:
+            self._target.load_state_dict(self.network.state_dict())
         priorities = errors.detach().abs().numpy() + 1e-6 if self._config.prioritized else None
         return Update(priorities, {"loss": float(loss.detach())})
-
-    def variables(self) -> dict[str, Tensor]:
-        return self._network.state_dict()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "network": self._network.state_dict(),
-            "target": self._target.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "steps": self._steps,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._network.load_state_dict(state["network"])
-        self._target.load_state_dict(state["target"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._steps = state["steps"]
-
-
-def tensors(tree: Any) -> Any:
-    """Return the tree with tensors for arrays."""
-    return tree_map(torch.as_tensor, tree)
-
-
-def num_actions_of(spec: Spec) -> int:
-    """Return the number of actions.
-
-    Raises:
-        ValueError: the actions are not a Discrete space that starts at 0.
-    """
-    space = spec.action_space
-    if not hasattr(space, "n") or space.shape or getattr(space, "start", 0) != 0:
-        raise ValueError(f"DQN needs a Discrete action space that starts at 0, got {space}")
-    return int(space.n)
