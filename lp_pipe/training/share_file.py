@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from lp_pipe.errors import PipelineError
 from lp_pipe.training import tensor_archive
+from lp_pipe.training.tensor_parts import Box, TensorPart, as_part
 
 EntryKey = tuple[str, ...]  # the parts of an entry's name: a parameter's own name has dots, too
-# A tensor's dtype and shape; None for any other entry. Plain tuples, which are quick to send.
-Description = tuple[torch.dtype, tuple[int, ...]] | None
+# A tensor's dtype and shape, and the boxes of a part (None: it is whole); None for any other entry. Plain tuples, which
+# are quick to send.
+Description = tuple[torch.dtype, tuple[int, ...], tuple[Box, ...] | None] | None
 Described = dict[EntryKey, Description]
 _NAME = "{version}-worker-{worker}_0.distcp"
 # So large that the file is seldom written to: each write swaps the GIL with the step that is being trained.
@@ -31,14 +33,14 @@ _BUFFER_BYTES = 1 << 20
 
 
 class Written(NamedTuple):
-    """A file in the checkpoint's folder, and the place of each entry in it: its first byte and its length.
+    """A file in the checkpoint's folder, and the places of each entry in it: first byte and length.
 
-    writer: the node and its host, "stages/1 on HOST".
+    writer: the node and its host, "stages/1 on HOST". places: one for each box of a part, one for any other entry.
     """
 
     writer: str
     file: str
-    places: dict[EntryKey, tuple[int, int]]
+    places: dict[EntryKey, list[tuple[int, int]]]
 
 
 def is_share(path: Path) -> bool:
@@ -63,13 +65,17 @@ class Share:
     """
 
     def __init__(self, entries: Mapping[EntryKey, Any], *, copy: bool) -> None:
-        self._entries: dict[EntryKey, Tensor | bytes] = {}
+        self._entries: dict[EntryKey, Tensor | TensorPart | bytes] = {}
         for key, value in entries.items():
-            if isinstance(value, Tensor):
-                check_dense(key, value)
-                self._entries[key] = value.detach().clone() if copy else value
+            found = as_part(value) if isinstance(value, Tensor) else value
+            if isinstance(found, Tensor):
+                check_dense(key, found)
+                self._entries[key] = found.detach().clone() if copy else found
+            elif isinstance(found, TensorPart):
+                values = tuple(box.detach().clone() for box in found.values) if copy else found.values
+                self._entries[key] = found._replace(values=values)
             else:
-                self.add(key, value)
+                self.add(key, found)
 
     def add(self, key: EntryKey, value: Any) -> None:
         """Add an entry that is no tensor; it is pickled at once."""
@@ -77,10 +83,7 @@ class Share:
 
     def describe(self) -> Described:
         """Return the description of every entry."""
-        return {
-            key: None if isinstance(value, bytes) else (value.dtype, tuple(value.shape))
-            for key, value in self._entries.items()
-        }
+        return {key: _described(value) for key, value in self._entries.items()}
 
     def write(self, folder: str, version: str, worker: int, writer: str, left_out: Collection[EntryKey]) -> Written:
         """Write all entries but `left_out` to the disk, under a name that no checkpoint in the folder has yet."""
@@ -96,16 +99,26 @@ class Share:
         return written
 
 
-def _write(path: Path, entries: Mapping[EntryKey, Tensor | bytes]) -> dict[EntryKey, tuple[int, int]]:
-    places = {}
+def _described(value: Tensor | TensorPart | bytes) -> Description:
+    if isinstance(value, bytes):
+        return None
+    return value.dtype, tuple(value.shape), value.boxes if isinstance(value, TensorPart) else None
+
+
+def _write(
+    path: Path, entries: Mapping[EntryKey, Tensor | TensorPart | bytes]
+) -> dict[EntryKey, list[tuple[int, int]]]:
+    places: dict[EntryKey, list[tuple[int, int]]] = {}
     with path.open("wb", buffering=_BUFFER_BYTES) as file:
         for key, value in entries.items():
-            begin = file.tell()
-            if isinstance(value, bytes):
-                file.write(value)
-            else:
-                tensor_archive.save(value, file)
-            places[key] = begin, file.tell() - begin
+            places[key] = []
+            for piece in value.values if isinstance(value, TensorPart) else (value,):
+                begin = file.tell()
+                if isinstance(piece, bytes):
+                    file.write(piece)
+                else:
+                    tensor_archive.save(piece, file)
+                places[key].append((begin, file.tell() - begin))
         file.flush()
         os.fsync(file.fileno())
     return places

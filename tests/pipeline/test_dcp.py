@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
 
 from lp_pipe.errors import CheckpointError, PipelineError
 from lp_pipe.pipeline.saving.contents import ENTRY, Manifest
@@ -19,6 +20,7 @@ from lp_pipe.pipeline.saving.dcp_reading import SavedFolder
 from lp_pipe.pipeline.saving.dcp_writing import WholePlan
 from lp_pipe.training.gradients import LossScale
 from lp_pipe.training.share_file import EntryKey, Share
+from lp_pipe.training.tensor_parts import boxes_of_range, part_of_range
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -265,3 +267,82 @@ def test_a_copy_is_of_the_moment_at_which_it_was_taken(tmp_path: Path) -> None:
     whole.finish(tmp_path, [share.write(str(tmp_path), "step-3-a", 0, "here", ())])
     found = SavedFolder(tmp_path).read([("model", "a"), ("options", "0")])
     assert torch.equal(found["model", "a"], torch.zeros(3)) and found["options", "0"] == {"lr": 1.0}
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 3), (2, 3, 4), (1, 1, 9)])
+@pytest.mark.parametrize("writers", [1, 2, 5])
+def test_parts_of_tensors_are_read_as_any_other_parts(tmp_path: Path, shape: tuple[int, ...], writers: int) -> None:
+    whole = torch.randn(shape)
+    cuts = [whole.numel() * rank // writers for rank in range(writers + 1)]
+    shares = [{("model", "a"): part_of_range(whole.reshape(-1)[a:b], shape, a)} for a, b in pairwise(cuts)]
+    write(tmp_path, [{**share, **weights(same=torch.ones(2))} for share in shares])
+    found = SavedFolder(tmp_path)
+    assert torch.equal(found.read([("model", "a")])["model", "a"], whole) and found.damage() == []
+    for begin in range(0, whole.numel(), 3):
+        boxes = boxes_of_range(shape, begin, min(begin + 4, whole.numel()))
+        part = found.read([("model", "a")], {("model", "a"): boxes})["model", "a"]
+        assert torch.equal(part.flat(), whole.reshape(-1)[begin : begin + 4])
+    plain = {"model": {"a": torch.zeros(shape)}}
+    dcp.load(plain, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(plain["model"]["a"], whole)
+
+
+def test_a_box_that_several_workers_have_is_written_once(tmp_path: Path) -> None:
+    whole = torch.randn(4, 100)
+    rows = [{("model", "a"): part_of_range(whole[row], whole.shape, 100 * row)} for row in (0, 1, 1, 2, 3, 0)]
+    write(tmp_path, [*rows, {("model", "a"): part_of_range(whole[0, :0], whole.shape, 0)}])
+    assert files(tmp_path)[1:] == [f"step-3-a-worker-{n}_0.distcp" for n in (0, 1, 3, 4)]
+    assert torch.equal(SavedFolder(tmp_path).read([("model", "a")])["model", "a"], whole)
+
+
+def test_a_worker_reads_the_files_that_have_its_part(tmp_path: Path) -> None:
+    whole = torch.randn(4, 5)
+    write(tmp_path, [{("model", "a"): part_of_range(whole[row], whole.shape, 5 * row)} for row in range(4)])
+    (tmp_path / "step-3-a-worker-0_0.distcp").unlink()
+    found = SavedFolder(tmp_path)
+    boxes = boxes_of_range((4, 5), 5, 15)
+    assert torch.equal(found.read([("model", "a")], {("model", "a"): boxes})["model", "a"].values[0], whole[1:3])
+    with pytest.raises(CheckpointError, match=r"worker-0_0\.distcp"):
+        found.read([("model", "a")])
+
+
+@pytest.mark.parametrize("rows", [(0, 1, 3), (0,), ()])
+def test_parts_that_are_not_the_whole_tensor_are_no_checkpoint(tmp_path: Path, rows: tuple[int, ...]) -> None:
+    whole = torch.randn(4, 5)
+    empty = {("model", "a"): part_of_range(whole[0, :0], whole.shape, 0)}
+    shares = [{("model", "a"): part_of_range(whole[row], whole.shape, 5 * row)} for row in rows]
+    with pytest.raises(CheckpointError, match=rf"model\.a.*{5 * len(rows)} of its 20 elements"):
+        write(tmp_path, [*shares, empty])
+    overlapping = [part_of_range(whole[:3].reshape(-1), (4, 5), 0), part_of_range(whole[2:].reshape(-1), (4, 5), 10)]
+    with pytest.raises(CheckpointError, match=r"model\.a.*overlap"):
+        write(tmp_path, [{("model", "a"): part} for part in overlapping])
+
+
+def test_metadata_that_describe_a_part_of_a_tensor_are_refused(tmp_path: Path) -> None:
+    """torch leaves the other elements as they are in memory."""
+    whole = torch.randn(4, 5)
+    write(tmp_path, [{("model", "a"): part_of_range(whole[row], whole.shape, 5 * row)} for row in range(4)])
+    described = pickle.loads((tmp_path / ".metadata").read_bytes())
+    described.state_dict_metadata["model.a"].chunks.pop()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(described))
+    with pytest.raises(CheckpointError, match=r"model\.a .*15 of its 20"):
+        SavedFolder(tmp_path).read([("model", "a")])
+
+
+class Sharded(Tensor):
+    """A tensor with the protocol by which torch Distributed Checkpoint asks a DTensor for its part."""
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([2, 5]))]
+
+    def to_local(self) -> Tensor:
+        return self.as_subclass(Tensor)[2:]
+
+
+def test_a_dtensor_is_a_part(tmp_path: Path) -> None:
+    whole = torch.randn(4, 5)
+    write(
+        tmp_path,
+        [{("model", "a"): part_of_range(whole[:2].reshape(-1), (4, 5), 0)}, weights(a=whole.as_subclass(Sharded))],
+    )
+    assert torch.equal(SavedFolder(tmp_path).read([("model", "a")])["model", "a"], whole)

@@ -6,20 +6,28 @@ Importing this module takes 0.7 s, so import it where it is used.
 import io
 import pickle
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lp_pipe.errors import CheckpointError
 from lp_pipe.pipeline.saving import METADATA, safetensors_file
 from lp_pipe.pipeline.saving.contents import ENTRY, Manifest, manifest_from
 from lp_pipe.training.share_file import EntryKey, is_share, loaded
+from lp_pipe.training.tensor_parts import Box, TensorPart, check_cover
 
 
 class SavedFolder:
@@ -50,25 +58,39 @@ class SavedFolder:
         """
         return manifest_from(self.read([ENTRY])[ENTRY], str(self._folder))
 
-    def read(self, keys: Iterable[EntryKey]) -> dict[EntryKey, Any]:
-        """Return these entries, from the files that have them.
+    def read(
+        self, keys: Iterable[EntryKey], boxes: Mapping[EntryKey, Sequence[Box]] | None = None
+    ) -> dict[EntryKey, Any]:
+        """Return these entries, from the files that have them; of the tensors in `boxes` a TensorPart with these boxes.
+
+        A part is read from whatever parts were written, and from their files alone.
 
         Raises:
-            CheckpointError: a file is missing or damaged.
+            CheckpointError: a file is missing or damaged, or the folder has not all of a tensor.
         """
         wanted = {".".join(key): key for key in keys}
+        parts = {name: self._empty_part(name, boxes[key]) for name, key in wanted.items() if boxes and key in boxes}
         planner = _EntryPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner({name: self._empty(name) for name in wanted}, self._metadata)
+        planner.parts = parts
+        planner.set_up_planner({name: self._empty(name) for name in wanted if name not in parts}, self._metadata)
         reader = FileSystemReader(self._folder)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        for file, items in self._by_file(planner.create_local_plan()).items():
+        plan = planner.create_local_plan()
+        for name, part in parts.items():
+            plan.items.extend(self._items(name, part))
+        for file, items in self._by_file(plan).items():
             try:
                 self._compare(items)
                 reader.read_data(LoadPlan(items), planner)
             except Exception as error:  # damaged bytes may cause any error in torch
                 path = self._folder / file
                 raise CheckpointError(f"cannot read {path}, which {METADATA} names: {error}") from error
-        return {key: planner.state_dict[name] for name, key in wanted.items()}
+        return {key: parts.get(name, planner.state_dict.get(name)) for name, key in wanted.items()}
+
+    def shape(self, key: EntryKey) -> tuple[int, ...] | None:
+        """Return the shape of a tensor; None for an entry that is no tensor."""
+        described = self._metadata.state_dict_metadata[".".join(key)]
+        return tuple(described.size) if isinstance(described, TensorStorageMetadata) else None
 
     def damage(self) -> list[str]:
         """Return a line for each entry that is missing, cut short or changed."""
@@ -76,8 +98,8 @@ class SavedFolder:
 
     def _compare(self, items: Iterable[ReadItem]) -> None:
         """Compare the checksums, which torch writes but does not read."""
-        for item in items:
-            if (what := self._damage_of(item.storage_index)) is not None:
+        for index in dict.fromkeys(item.storage_index for item in items):
+            if (what := self._damage_of(index)) is not None:
                 raise CheckpointError(what)
 
     def _damage_of(self, index: MetadataIndex) -> str | None:
@@ -97,7 +119,28 @@ class SavedFolder:
         described = self._metadata.state_dict_metadata[name]
         if not isinstance(described, TensorStorageMetadata):
             return None
+        self._check_has_all(name, described)
         return torch.empty(described.size, dtype=described.properties.dtype, device="cpu")
+
+    def _check_has_all(self, name: str, described: TensorStorageMetadata) -> None:
+        """Refuse a tensor with a part that is described nowhere: torch would leave those elements as they are."""
+        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks]
+        check_cover(f"{self._folder}: {name}", tuple(described.size), boxes)
+
+    def _empty_part(self, name: str, boxes: Sequence[Box]) -> TensorPart:
+        described = self._metadata.state_dict_metadata[name]
+        if not isinstance(described, TensorStorageMetadata):
+            raise CheckpointError(f"{self._folder}: {name} is no tensor, so it has no part {list(boxes)}")
+        self._check_has_all(name, described)
+        dtype = described.properties.dtype
+        values = tuple(torch.empty(size, dtype=dtype, device="cpu") for _, size in boxes)
+        return TensorPart(tuple(described.size), dtype, tuple(boxes), values)
+
+    def _items(self, name: str, part: TensorPart) -> list[ReadItem]:
+        described = self._metadata.state_dict_metadata[name]
+        assert isinstance(described, TensorStorageMetadata), "_empty_part has checked it"
+        chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in part.boxes]
+        return create_read_items_for_chunk_list(name, described, chunks)
 
     def _by_file(self, plan: LoadPlan) -> dict[str, list[ReadItem]]:
         found: dict[str, list[ReadItem]] = {}
@@ -107,6 +150,14 @@ class SavedFolder:
 
 
 class _EntryPlanner(DefaultLoadPlanner):
+    parts: Mapping[str, TensorPart]
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        if index.fqn not in self.parts:
+            return super().lookup_tensor(index)
+        assert index.index is not None, "create_read_items_for_chunk_list numbers the boxes"
+        return self.parts[index.fqn].values[index.index]
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load an entry as data; torch's own method would unpickle anything."""
         self.state_dict[read_item.dest_index.fqn] = loaded(value)
