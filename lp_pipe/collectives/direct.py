@@ -31,6 +31,7 @@ from lp_pipe.collectives.backend import (
 )
 from lp_pipe.errors import ChannelClosed, CollectiveMismatch, Unavailable
 from lp_pipe.membership import Membership
+from lp_pipe.telemetry import waits
 
 _CREDITS = 4
 # The news that a rank has ended may be quicker than what it has sent before.
@@ -79,7 +80,7 @@ class DirectBackend(Backend):
         own = self._exchange(call or Call("all_reduce", op, tensor.dtype, tuple(tensor.shape)), parts)
         total = self._reduced(own, reduce, op)
         self._send_all([total] * self.world_size)
-        for part, summed in zip(parts, self._receive_all(total), strict=True):
+        for part, summed in zip(parts, self._receive_all(total, "all_reduce, its sums"), strict=True):
             part.copy_(summed)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str = "sum", call: Call | None = None) -> None:
@@ -141,7 +142,7 @@ class DirectBackend(Backend):
         self.number += 1
         own = str(call), place_of_call()
         self._send_all([(*own, part) for part in parts])
-        received = self._receive_all((*own, parts[self.rank]))
+        received = self._receive_all((*own, parts[self.rank]), own[0])
         calls = {rank: (text, place) for rank, (text, place, _) in enumerate(received)}
         if any(text != own[0] for text, _ in calls.values()):
             self._error = CollectiveMismatch
@@ -156,11 +157,17 @@ class DirectBackend(Backend):
         except ChannelClosed as error:
             raise self._over(error) from error
 
-    def _receive_all(self, own: Any) -> list[Any]:
+    def _receive_all(self, own: Any, call: str) -> list[Any]:
         try:
-            return [self._receivers[rank](self.number) if rank != self.rank else own for rank in self._ranks]
+            return [self._received(rank, call) if rank != self.rank else own for rank in self._ranks]
         except ChannelClosed as error:
             raise self._over(error) from error
+
+    def _received(self, rank: int, call: str) -> Any:
+        if self._open_subgroup is None:  # the ranks are replicas of a stage: the channel's own wait names their nodes
+            return self._receivers[rank](self.number)
+        with waits.waiting(waits.RANKS, waits.Target(peer=self.membership.members[rank]), call):
+            return self._receivers[rank](self.number)
 
     def _over(self, error: ChannelClosed) -> Exception:
         """Return what a call raises once a channel has ended, for the reason that its other end gave."""

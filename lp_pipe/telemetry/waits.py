@@ -165,7 +165,12 @@ def look(old_s: float) -> list[tuple[NodeContext | None, Activity]]:
     for ident, last in innermost.items():
         place = place_of(frames.get(ident)) if now - last.since >= old_s else ""
         node = context_of_thread(threads.get(ident))
-        for one in reversed(list(_outwards(last))):
+        outwards = list(_outwards(last))
+        ranks = [one for one in outwards if one.kind == RANKS]
+        if ranks:  # what a collective operation waits for inside, such as a channel, says less
+            last = ranks[-1]
+            outwards = outwards[outwards.index(last) :]
+        for one in reversed(outwards):
             node = one.node or node
             found.append((node, _described(one, ident, now, place if one is last else "")))
         still = find_standstill(threads.get(ident), frames.get(ident)) if last.kind in (MAIN, HANDLER) else None
