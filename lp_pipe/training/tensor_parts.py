@@ -34,23 +34,43 @@ class TensorPart(NamedTuple):
     boxes: tuple[Box, ...]
     values: tuple[Tensor, ...]
 
-    def flat(self) -> Tensor:
-        """Return the elements in memory order, if the boxes are those of a range."""
-        parts = [value.reshape(-1) for value in self.values]
+    def flat(self, order: tuple[int, ...] | None = None) -> Tensor:
+        """Return the elements in memory order, if the boxes are those of a range in that `order`."""
+        parts = [(value if order is None else value.permute(order)).reshape(-1) for value in self.values]
         return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype)
 
 
-def part_of_range(values: Tensor, shape: Sequence[int], begin: int) -> TensorPart:
-    """Return `values`, of one dimension, as the elements from number `begin` on of a tensor of that shape."""
-    boxes = boxes_of_range(tuple(shape), begin, begin + values.numel())
-    pieces = values.split([math.prod(size) for _, size in boxes])
-    found = tuple(piece.view(size) for piece, (_, size) in zip(pieces, boxes, strict=True))
-    return TensorPart(tuple(shape), values.dtype, boxes, found)
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the dimensions from the outermost to the innermost in memory; None: the usual order."""
+    if tensor.is_contiguous():
+        return None
+    return tuple(
+        sorted(range(tensor.dim()), key=lambda dimension: (-tensor.stride()[dimension], -tensor.shape[dimension]))
+    )
+
+
+def part_of_range(values: Tensor, shape: Sequence[int], begin: int, order: tuple[int, ...] | None = None) -> TensorPart:
+    """Return `values`, of one dimension, as the elements from number `begin` on of a tensor of that shape.
+
+    order: `memory_order` of the tensor.
+    """
+    shape = tuple(shape)
+    permuted = boxes_of_range(_permuted(shape, order), begin, begin + values.numel())
+    pieces = values.split([math.prod(size) for _, size in permuted])
+    found = [piece.view(size) for piece, (_, size) in zip(pieces, permuted, strict=True)]
+    if order is not None:
+        found = [piece.permute(_inverse(order)) for piece in found]
+    return TensorPart(shape, values.dtype, boxes_of_range(shape, begin, begin + values.numel(), order), tuple(found))
 
 
 @functools.lru_cache(maxsize=4096)
-def boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> tuple[Box, ...]:
+def boxes_of_range(
+    shape: tuple[int, ...], begin: int, end: int, order: tuple[int, ...] | None = None
+) -> tuple[Box, ...]:
     """Return the boxes with the elements from number `begin` to `end`, in memory order."""
+    if order is not None:
+        found, back = boxes_of_range(_permuted(shape, order), begin, end), _inverse(order)
+        return tuple((_permuted(offset, back), _permuted(size, back)) for offset, size in found)
     if begin >= end:
         return ()
     if len(shape) <= 1:
@@ -67,6 +87,14 @@ def boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> tuple[Box, .
 
 def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> tuple[Box, ...]:
     return tuple(((row, *offset), (1, *size)) for offset, size in boxes_of_range(shape[1:], begin, end))
+
+
+def _permuted(numbers: tuple[int, ...], order: tuple[int, ...] | None) -> tuple[int, ...]:
+    return numbers if order is None else tuple(numbers[dimension] for dimension in order)
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(dimension) for dimension in range(len(order)))
 
 
 def as_part(value: Tensor) -> Tensor | TensorPart:
