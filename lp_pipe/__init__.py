@@ -47,12 +47,15 @@ from lp_pipe.rpc import list_methods as list_methods
 if TYPE_CHECKING:
     from lp_pipe.launch import ElasticRun as ElasticRun
     from lp_pipe.launch import launch_elastic as launch_elastic
-else:  # only programs on several hosts need them; type checkers would take any name for one of `__getattr__`
-    _ON_FIRST_USE = ("ElasticRun", "launch_elastic")
+    from lp_pipe.telemetry import sinks as sinks
+else:  # few programs need them; type checkers would take any name for one of `__getattr__`
+    _ON_FIRST_USE = ("ElasticRun", "launch_elastic", "sinks")
 
     def __getattr__(name: str) -> Any:
         if name not in _ON_FIRST_USE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "sinks":
+            return import_module("lp_pipe.telemetry.sinks")
         return getattr(import_module("lp_pipe.launch"), name)
 
     def __dir__() -> list[str]:

@@ -56,6 +56,12 @@ def test_the_ported_launchpad_program_runs(mode: str, tmp_path: Path) -> None:
     run("ported.py", cwd=tmp_path)
 
 
+def test_the_page_on_metrics_runs(tmp_path: Path) -> None:
+    (block,) = blocks_of("docs/metrics.md")
+    (tmp_path / "page.py").write_text(block)
+    assert "trainer/0 {'loss': 0.01}" in run("page.py", cwd=tmp_path)
+
+
 def test_the_page_on_agents_runs(tmp_path: Path) -> None:
     (block,) = blocks_of("docs/agents.md")
     (tmp_path / "page.py").write_text(block)

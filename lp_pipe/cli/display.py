@@ -18,8 +18,8 @@ from lp_pipe.errors import NodeError
 from lp_pipe.graph import GraphView, to_text
 from lp_pipe.launch import ElasticRun, Run
 from lp_pipe.launch.report import closing_lines, run_folder
-from lp_pipe.telemetry.metrics import MetricsRecord
 from lp_pipe.telemetry.run_folder import RunFolder
+from lp_pipe.telemetry.sink_threads import MetricsRecord
 
 
 @dataclass(frozen=True)

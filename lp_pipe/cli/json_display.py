@@ -13,7 +13,7 @@ from typing import Any
 from lp_pipe.cli.display import Display, Ending, Start, Status
 from lp_pipe.cli.output import Output, redirected
 from lp_pipe.cli.streams import say
-from lp_pipe.telemetry.metrics import MetricsRecord
+from lp_pipe.telemetry.sink_threads import MetricsRecord
 
 
 class JsonDisplay(Display):

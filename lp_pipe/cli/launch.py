@@ -23,7 +23,7 @@ from lp_pipe.cli.output import Output
 from lp_pipe.cli.plan_options import add_plan_options, load_planned
 from lp_pipe.cli.resume import invocation_of, resumed
 from lp_pipe.cli.streams import drop_unwritten
-from lp_pipe.cli.targets import load_maker, load_ranks, load_setup
+from lp_pipe.cli.targets import load_function, load_maker, load_ranks, load_sink
 from lp_pipe.errors import LpPipeError, NodeError
 from lp_pipe.graph import GraphView, to_svg
 from lp_pipe.launch import ElasticRun, Run, launch, launch_elastic, new_run_dir
@@ -95,6 +95,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--setup", metavar="MODULE:FUNCTION", help="a function that runs first in every node")
     parser.add_argument(
+        "--sink",
+        action="append",
+        default=[],
+        metavar="SINK",
+        help="also give metrics to tensorboard (files in the run's folder), mlflow:URI, wandb:PROJECT or a "
+        "module:function of a record; may be given several times",
+    )
+    parser.add_argument(
         "--log-level",
         type=str.upper,
         choices=["DEBUG", "INFO", "WARNING", "ERROR"],
@@ -131,7 +139,8 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
             return submit.run(arguments)
         options = host_options.launch_options(arguments)
         make, program = _load(arguments, program_flags)
-        setup = load_setup(arguments.setup) if arguments.setup else None
+        setup = load_function(arguments.setup, "--setup") if arguments.setup else None
+        sinks = [load_sink(text) for text in arguments.sink]
         if arguments.log_level:
             logging_state.set_level(logging.getLevelName(arguments.log_level))
         run_dir = _run_dir(arguments, program.name, record)
@@ -148,7 +157,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
             with display.output() as output, _none_left_behind():
                 with _explained(arguments.target, ours):
                     options |= {"grace": arguments.grace, "hang_after": arguments.hang_after, "setup": setup}
-                    options |= {"listed": True, "run_dir": run_dir, "metrics_sinks": (display.metrics,)}
+                    options |= {"listed": True, "run_dir": run_dir, "metrics_sinks": (display.metrics, *sinks)}
                     run: Run | ElasticRun
                     if make is None:
                         run = launch(program, arguments.mode, **options)

@@ -19,7 +19,7 @@ from rich.text import Text
 from lp_pipe.cli.display import Display, Start, Status, number
 from lp_pipe.cli.output import Output, labelled
 from lp_pipe.telemetry.console import cut
-from lp_pipe.telemetry.metrics import MetricsRecord
+from lp_pipe.telemetry.sink_threads import MetricsRecord
 from lp_pipe.telemetry.terminal_lines import Unfinished
 
 MAX_ROWS_PER_GROUP = 8

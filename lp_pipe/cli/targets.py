@@ -19,6 +19,8 @@ from lp_pipe.cli.program_flags import Flags, MakerFlags, hand_over, were_read
 from lp_pipe.launch.refusal import launches_refused
 from lp_pipe.program import Program
 from lp_pipe.programs.torch_script import Script, make_program
+from lp_pipe.telemetry.sink_threads import Sink
+from lp_pipe.telemetry.sinks import SINKS
 from lp_pipe.telemetry.tracebacks import fold_traceback
 
 DEFAULT_NAMES = ("program", "make_program")
@@ -126,8 +128,29 @@ class _Loaded:
         return program
 
 
-def load_setup(text: str) -> Callable[[], Any]:
-    """Return the function that `--setup=module:function` names, or `path/file.py:function`.
+def load_sink(text: str) -> Sink:
+    """Return the sink of `--sink=tensorboard`, `mlflow:URI`, `wandb:PROJECT` or the place of a function.
+
+    Raises:
+        UsageError, NotLaunched: as `load_function`; the sink's package is missing, or its argument.
+    """
+    name, _, argument = text.partition(":")
+    if name not in SINKS:
+        if ":" not in text:
+            hint = nearest(name, SINKS)
+            raise UsageError(f"--sink={text}: no such sink{hint} (sinks: {', '.join(SINKS)}, or module:function)")
+        return load_function(text, "--sink")
+    needed = list(inspect.signature(SINKS[name]).parameters)[:1]
+    if bool(argument) != bool(needed):
+        raise UsageError(f"--sink={text}: write {':'.join(['--sink=' + name, *map(str.upper, needed)])}")
+    try:
+        return SINKS[name](*[argument] * len(needed))
+    except ImportError as error:
+        raise UsageError(f"--sink={text}: {error}") from None
+
+
+def load_function(text: str, option: str) -> Callable[..., Any]:
+    """Return the function that an option such as `--setup=module:function` names, or `path/file.py:function`.
 
     Raises:
         UsageError: there is no such file, module or function.
@@ -135,15 +158,15 @@ def load_setup(text: str) -> Callable[[], Any]:
     """
     target = TargetName.parse(text)
     if not target.name:
-        raise UsageError(f"--setup={text}: give a function, as --setup=module:function")
+        raise UsageError(f"{option}={text}: give a function, as {option}=module:function")
     file = _find_file(target) if target.is_file else _find_module(text, target)
     known = [one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == str(file)]
     load = (lambda: _import_file(file)) if target.is_file else (lambda: importlib.import_module(target.place))
     module = known[0] if target.is_file and known else _guarded(text, load)
-    found: Callable[[], Any] | None = getattr(module, target.name, None)
+    found: Callable[..., Any] | None = getattr(module, target.name, None)
     if found is None or not callable(found):
         hint = nearest(target.name, vars(module))
-        raise UsageError(f"--setup={text}: {target.place} has no function {target.name!r}{hint}")
+        raise UsageError(f"{option}={text}: {target.place} has no function {target.name!r}{hint}")
     return found
 
 

@@ -14,6 +14,7 @@ from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.hosts.edges import check_channels_of_one_host
+from lp_pipe.launch.invocation import current_invocation
 from lp_pipe.launch.options import LaunchOptions, with_keywords
 from lp_pipe.launch.plan.launch_plan import LaunchPlan, make_plan, serialize_nodes
 from lp_pipe.launch.refusal import check_not_refused
@@ -22,6 +23,7 @@ from lp_pipe.launch.run import Run
 from lp_pipe.launch.run_dir import make_run_dir
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog
+from lp_pipe.telemetry.sink_threads import SinkRun
 
 if TYPE_CHECKING:  # most launches are of one host, and do not need what is for several
     from lp_pipe.launch.hosts.host_join import MultiHostOptions
@@ -64,7 +66,8 @@ def launch(program: Program, options: _RunOptions) -> Run:
     grace: seconds between the stop and SIGTERM.
     serialize_py_nodes: check that every node pickles, also in thread mode (process mode always does).
     run_dir: folder for logs, metrics, checkpoints; default: a new one under $LP_PIPE_RUNS or the user's state folder.
-    metrics_sinks: called with every record that a node logs, from the coordinator's threads.
+    metrics_sinks: called with every MetricsRecord that a node logs: those of `lp.sinks`, or any functions. Each has a
+        thread and a queue of 10,000; what a slow or failing one leaves out is counted, and said at the end.
     listed: whether `lp_pipe ps`, `status`, `stop`, `stacks` find it from another terminal; default: unless mode is
         "thread", whose programs are mostly unit tests (1 ms each, 5 ms when listed).
     hang_after: seconds from which on a node's wait for another one (its server, a reply, a channel) is reported, in
@@ -131,7 +134,9 @@ def start_run(
         raise ValueError(f"group {killing.label!r} has on_hang={killing.on_hang!r}, which needs hang_after, got None")
     if mode != "multi_host":
         check_channels_of_one_host(plan.edges)
-    metrics = MetricsLog(plan.folder.metrics, options.metrics_sinks)
+    invocation = current_invocation()
+    sink_run = SinkRun(plan.folder, program.name, invocation.argv, invocation.program_flags)
+    metrics = MetricsLog(plan.folder.metrics, options.metrics_sinks, sink_run)
     host, coordinator = MODES[mode](plan, metrics, host_options)
     is_listed = mode != "thread" if options.listed is None else options.listed
     keeps_records = is_listed or options.run_dir is not None

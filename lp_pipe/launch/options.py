@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lp_pipe.launch.engines import Engine, make_engine
-from lp_pipe.telemetry.metrics import Sink
+from lp_pipe.telemetry.sink_threads import Sink
 
 Given = ParamSpec("Given")
 Options = TypeVar("Options", bound="LaunchOptions")
@@ -29,7 +29,7 @@ class LaunchOptions:
     grace: float = 5.0
     serialize_py_nodes: bool | None = None
     run_dir: str | os.PathLike[str] | None = None
-    metrics_sinks: tuple[Sink, ...] = ()
+    metrics_sinks: Sequence[Sink] = ()
     listed: bool | None = None
     hang_after: float | None = 60.0
     setup: Callable[[], Any] | None = None

@@ -7,68 +7,59 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lp_pipe.telemetry.file_writing import AppendOnlyFile
+from lp_pipe.telemetry.run_folder import RunFolder
+from lp_pipe.telemetry.sink_threads import MetricsRecord, Sink, SinkRun, SinkThread, end_all
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class MetricsRecord:
-    """The values of one `log_metrics` call; `time` is in seconds since the epoch."""
-
-    time: float
-    node: str
-    step: int | None
-    values: Mapping[str, float]
-
-
-Sink = Callable[[MetricsRecord], None]
-
-
 class MetricsLog:
-    """The file metrics.jsonl and the sinks; both are called in the thread that calls `record`.
+    """The file metrics.jsonl, and the sinks, which have threads of their own.
 
     A line is {"time", "node", "step", "values": {name: number}}: a metric may have any name, also "step".
 
-    A line that cannot be written and an exception of a sink are logged as a warning once; training goes on.
+    A line that cannot be written is logged as a warning once; training goes on.
     """
 
-    def __init__(self, path: Path, sinks: tuple[Sink, ...] = ()) -> None:
+    def __init__(self, path: Path, sinks: Sequence[Sink] = (), run: SinkRun | None = None) -> None:
         self._path = path
-        self._sinks = sinks
         self._file = AppendOnlyFile(path)
         self._lock = threading.RLock()  # code that interrupts a thread in `record` may record as well
-        self._warned_of: set[int] = set()
+        self._sinks = [SinkThread(sink, run or SinkRun(RunFolder(path.parent))) for sink in sinks]
+        self._has_warned = False
 
     def record(self, node: str, values: Mapping[str, float], step: int | None) -> None:
         """Append one record. It is in the file when this returns, so a killed run keeps its history."""
         record = MetricsRecord(time.time(), node, step, dict(values))
-        self._write(_to_json(record))
-        for sink in self._sinks:
-            try:
-                sink(record)
-            except Exception as error:  # user code; this thread serves a node
-                self._warn(sink, "metrics sink %r raised %r; later errors of this sink are not logged", sink, error)
+        with self._lock:
+            self._write(_to_json(record))
+            for sink in self._sinks:
+                sink.put(record)
 
     def record_event(self, node: str, event: str, step: int) -> None:
         """Append an event that happened at a step; sinks get only numbers, so not this."""
         self._write(json.dumps({"time": round(time.time(), 3), "node": node, "event": event, "step": step}))
 
     def close(self) -> None:
+        """Close the file, and wait up to 5 s for the sinks."""
         with self._lock:
             self._file.close()
+            sinks, self._sinks = self._sinks, []
+        end_all(sinks)
 
     def _write(self, line: str) -> None:
         with self._lock:
             try:
                 self._append(f"{line}\n".encode())
             except OSError as error:  # the disk is full, the folder was removed
-                self._warn(self._path, "metrics cannot be written to %s and are dropped: %s", self._path, error)
+                if not self._has_warned:
+                    _log.warning("metrics cannot be written to %s and are dropped: %s", self._path, error)
+                self._has_warned = True
 
     def _append(self, line: bytes) -> None:
         """Append the whole line, or nothing: half a line would make the file unreadable."""
@@ -81,11 +72,6 @@ class MetricsLog:
         except OSError:
             file.truncate(end)
             raise
-
-    def _warn(self, what: object, message: str, *args: object) -> None:
-        if id(what) not in self._warned_of:
-            self._warned_of.add(id(what))
-            _log.warning(message, *args)
 
 
 def _to_json(record: MetricsRecord) -> str:

@@ -4,6 +4,7 @@
     graph.json          the program's graph, as `lp_pipe graph -o graph.json` writes it; graph.svg: its picture
     events.jsonl        what happened to the nodes, one JSON object a line (telemetry/events.py)
     metrics.jsonl       what nodes logged (telemetry/metrics.py)
+    tensorboard/        event files of `lp.sinks.tensorboard()`, a folder for each node
     failure.txt         every failure with its full traceback
     hangs.log           reports of waits that took long
     logs/               what each node printed; logs.json: the nodes of files that are not named after them
@@ -47,6 +48,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
 
     @property
     def failures(self) -> Path:

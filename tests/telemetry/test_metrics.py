@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import lp_pipe as lp
-from lp_pipe.telemetry.metrics import MetricsLog, MetricsRecord, as_numbers
+from lp_pipe.telemetry.metrics import MetricsLog, as_numbers
+from lp_pipe.telemetry.sink_threads import MetricsRecord
 from tests.checkpoint import disks
 
 needs_disks = pytest.mark.skipif(bool(disks.why_not()), reason=disks.why_not() or "there are disks")
