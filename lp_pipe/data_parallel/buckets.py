@@ -7,6 +7,9 @@ of the slot of the replica whose turn it is, so a complete gradient is already i
 
 The flags are numbers behind the last bucket that are summed with it: how many workers have a gradient of each
 parameter, and what else all workers must know before they update. So a step needs no other exchange.
+
+Where the optimizer's state is sharded, a worker gets the sum of its shard of each bucket only, and the flags are a
+bucket of their own. After the update the bucket's memory carries the new parameters to the other workers.
 """
 
 import threading
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 
 from lp_pipe.collectives.backend import Backend
 from lp_pipe.errors import DataParallelError
+from lp_pipe.training.state_shards import flat, is_dense
 
 _LINE_BYTES = 64
 
@@ -46,11 +50,14 @@ class Exchange:
         """Return a length from `numel` on that can be cut into a shard for each worker."""
         return -(-numel // len(self.counts)) * len(self.counts)
 
-    def scratch(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return the memory that `add` needs beside these slots, for all steps; None if it needs none."""
+    def scratch(self, slots: Tensor, *, is_sharded: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the memory that `add` needs beside these slots, for all steps; None if it needs none.
+
+        is_sharded: that which `add_shard` needs.
+        """
         if self.backend is None or self.slots == 1 == min(self.counts):
             return None
-        sizes = slots.numel(), slots.numel(), slots.shape[1]
+        sizes = slots.numel(), slots.numel(), 0 if is_sharded else slots.shape[1]
         outgoing, incoming, total = (self.empty(size, slots.dtype) for size in sizes)
         return outgoing, incoming, total
 
@@ -63,8 +70,20 @@ class Exchange:
         if scratch is None:
             self.backend.all_reduce(slots[0])
             return slots[0]
+        own = self.add_shard(slots, scratch)
+        self.backend.all_gather(scratch[2], own)
+        return scratch[2]
+
+    def add_shard(self, slots: Tensor, scratch: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:
+        """Return this worker's shard of the sum that `add` returns."""
+        if self.backend is None:
+            return self.add(slots, scratch)
+        if scratch is None:
+            own = self.shard_of(slots[0])
+            self.backend.reduce_scatter(own, slots[0])
+            return own
         # Each worker adds one shard of all slots. A sum of each worker's own sum would have another order of additions.
-        outgoing, incoming, total = scratch
+        outgoing, incoming, _ = scratch
         workers, shard = len(self.counts), slots.shape[1] // len(self.counts)
         outgoing.view(workers, self.slots, shard).copy_(slots.view(self.slots, workers, shard).transpose(0, 1))
         self.backend.all_to_all(incoming, outgoing)
@@ -72,8 +91,12 @@ class Exchange:
         in_order = [parts[rank, slot] for rank, count in enumerate(self.counts) for slot in range(count)]
         for part in in_order[1:]:
             in_order[0].add_(part)
-        self.backend.all_gather(total, in_order[0])
-        return total
+        return in_order[0]
+
+    def shard_of(self, whole: Tensor) -> Tensor:
+        """Return this worker's part of a tensor with one for each worker."""
+        size = len(whole) // len(self.counts)
+        return whole[self.rank * size : (self.rank + 1) * size]
 
 
 @dataclass
@@ -91,6 +114,7 @@ class GradientBuckets:
     """The buckets of an optimizer's parameters, with the hooks that fill them and the thread that sums them.
 
     extra_flags: returns this worker's other flags; called once a step, when the last bucket is complete.
+    is_sharded: a worker gets the sums of its own shards only, see `own_shards`.
     """
 
     def __init__(
@@ -99,13 +123,17 @@ class GradientBuckets:
         exchange: Exchange,
         bucket_bytes: int,
         extra_flags: Callable[[], Sequence[float]],
+        *,
+        is_sharded: bool = False,
     ) -> None:
+        self._is_sharded = is_sharded
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         self._exchange = exchange
         self._extra_flags = extra_flags
         self._flags_at = 0  # in the last bucket
         self._num_extra = len(extra_flags())
+        self._present: list[float] = []  # how many workers have a gradient of each parameter
         self._slot = 0
         self._fired: list[set[int]] = [set() for _ in range(exchange.slots)]  # parameters with a gradient, by slot
         self._window: dict[int, int] | None = None  # backwards in the window by parameter; None: it is not open
@@ -190,6 +218,8 @@ class GradientBuckets:
     def finish(self) -> None:
         """Sum what is left. Then each parameter's `.grad` is the sum, or None if no replica has a gradient.
 
+        Where sums are sharded, `.grad` is None, and `shard_gradients` has them.
+
         Raises:
             GenerationOver: a worker is gone.
         """
@@ -199,10 +229,54 @@ class GradientBuckets:
             else:
                 self._take(index, parameter)
         self._sum_rest()
-        present = self._flags[: len(self._parameters)].real.tolist()
+        self._present = self._flags[: len(self._parameters)].real.tolist()
         for index, parameter in enumerate(self._parameters):
             bucket = self._bucket_of[index]
-            parameter.grad = self._placed(bucket.total, bucket, index) if present[index] else None
+            is_whole = self._present[index] and not self._is_sharded
+            parameter.grad = self._placed(bucket.total, bucket, index) if is_whole else None
+
+    def own_shards(self) -> dict[nn.Parameter, tuple[int, int]]:
+        """Return the range of elements of each parameter that lies in this worker's shards, also if it is empty."""
+        return {self._parameters[index]: self._own_range(index)[:2] for index in range(len(self._parameters))}
+
+    def shard_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Return the sums of this worker's shards, of the parameters that have gradients; `finish` comes before."""
+        found: dict[nn.Parameter, Tensor] = {}
+        for index, parameter in enumerate(self._parameters):
+            begin, end, at = self._own_range(index)
+            if self._present[index] and end > begin:
+                total = self._bucket_of[index].total
+                if self._is_sharded:
+                    found[parameter] = total[at : at + end - begin]
+                else:
+                    found[parameter] = total[self._bucket_of[index].places[index][0] :][begin:end]
+        return found
+
+    @torch.no_grad()
+    def share_updates(self) -> None:
+        """Give all workers the parameters of which this one and others have updated their shards."""
+        if self._exchange.backend is None:
+            return
+        for bucket in self._buckets:
+            if not any(self._present[index] for index in bucket.places):
+                continue
+            whole = bucket.slots[0]
+            own = self._exchange.shard_of(whole)
+            for index in bucket.places:
+                begin, end, at = self._own_range(index)
+                own[at : at + end - begin] = flat(self._parameters[index])[begin:end]
+            self._exchange.backend.all_gather(whole, own)
+            for index, (first, last) in bucket.places.items():
+                flat(self._parameters[index]).copy_(whole[first:last])
+
+    def _own_range(self, index: int) -> tuple[int, int, int]:
+        """Return which of the parameter's elements are this worker's, and where in its shard they begin."""
+        bucket = self._bucket_of[index]
+        size = bucket.slots.shape[1] // len(self._exchange.counts)
+        first = self._exchange.rank * size
+        begin, end = bucket.places[index]
+        low, high = max(begin, first), min(end, first + size)
+        return (low - begin, high - begin, low - first) if low < high else (0, 0, 0)
 
     def learn(self) -> None:
         """Note how many backwards the last shard of this step had, for the sums during the next step's."""
@@ -253,7 +327,8 @@ class GradientBuckets:
                 places[index] = end, end + numel
                 end += -(-numel // line) * line
             found.append((dtype, places, end))
-        found = found or [(torch.float32, {}, 0)]  # all are frozen: the flags alone
+        if self._is_sharded or not found:  # the flags alone
+            found.append((torch.float32, {}, 0))
         self._flags_at = found[-1][2]
         buckets = []
         for number, (dtype, places, end) in enumerate(found):
@@ -261,7 +336,8 @@ class GradientBuckets:
             padded = self._exchange.padded(numel)
             slots = self._exchange.empty(self._exchange.slots * padded, dtype).zero_()
             bucket = _Bucket(number, slots.view(self._exchange.slots, padded), places, [], None)
-            bucket.scratch = self._exchange.scratch(bucket.slots)
+            is_sharded = self._is_sharded and number < len(found) - 1  # all workers need the whole flags
+            bucket.scratch = self._exchange.scratch(bucket.slots, is_sharded=is_sharded)
             bucket.views = [{index: self._placed(slot, bucket, index) for index in places} for slot in bucket.slots]
             buckets.append(bucket)
         return buckets
@@ -269,10 +345,10 @@ class GradientBuckets:
     def _placed(self, memory: Tensor, bucket: _Bucket, index: int) -> Tensor:
         """Return a parameter's part of a bucket's memory, with the parameter's strides."""
         parameter, (begin, end) = self._parameters[index], bucket.places[index]
-        flat = memory[begin:end]
-        if parameter.is_contiguous() or not _is_dense(parameter):
-            return flat.view(parameter.shape)
-        return flat.as_strided(parameter.size(), parameter.stride())
+        part = memory[begin:end]
+        if parameter.is_contiguous() or not is_dense(parameter):
+            return part.view(parameter.shape)
+        return part.as_strided(parameter.size(), parameter.stride())
 
     def _view(self, index: int) -> Tensor:
         return self._bucket_of[index].views[self._slot][index]
@@ -361,14 +437,6 @@ class GradientBuckets:
             flags = [float(index in every) for index in range(len(self._parameters))] + [*self._extra_flags()]
             bucket.slots[:, self._flags_at :].zero_()
             bucket.slots[0, self._flags_at : self._flags_at + len(flags)] = torch.tensor(flags, dtype=torch.float32)
-        bucket.total = self._exchange.add(bucket.slots, bucket.scratch)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the tensor's elements lie in one piece of memory, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+        is_shared = not self._is_sharded or bucket is self._buckets[-1]
+        add = self._exchange.add if is_shared else self._exchange.add_shard
+        bucket.total = add(bucket.slots, bucket.scratch)

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from lp_pipe.collectives.backend import Call
 from lp_pipe.data_parallel.buckets import Exchange, GradientBuckets
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
+from lp_pipe.training.state_shards import OwnShard, ShardState, StateShards, flat, is_dense, joined
 
-_UPDATED = Call("updated parameters")
+_STATE = Call("optimizer state of shards")
 
 
 class ReplicaOptimizer(torch.optim.Optimizer):
@@ -30,7 +31,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         workers: ReplicaWorkers,
         zero: int = 0,
     ) -> None:
-        """zero: 1: each worker keeps the state of a share of the parameters, and updates those.
+        """zero: 1: each worker has the optimizer's state of a shard of the parameters, and updates that shard.
 
         Raises:
             DataParallelError: the optimizer's parameters are not the model's.
@@ -41,7 +42,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self._clip_grad_norm = clip_grad_norm
         self._bucket_bytes = bucket_bytes
         self._workers = workers
-        self.is_sharded = zero == 1
+        self.is_sharded = zero > 0
+        self._shards: StateShards | None = None  # made with the first buckets, which decide which shards they are
         self._whole: dict[str, Any] | None = None  # the state of all workers, while rank 0 saves it
         self._buckets: GradientBuckets | None = None
         self._exchange: Exchange | None = None
@@ -64,38 +66,50 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
+        """The state by parameter; where it is sharded, that of this worker's shards."""
+        if self._shards is None:
+            return self.inner.state
+        return {parameter: dict(state.values) for parameter, state in self._shards.states().items()}
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self.inner.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state; with zero=1 all workers must call this."""
-        if not self.is_sharded:
+        """Return the whole state; where it is sharded, all workers must call this."""
+        if self._shards is None:
             return self.inner.state_dict()
-        if self._whole is not None:
-            return self._whole
-        self._drop_others_state()
-        own = self.inner.state_dict()
-        parts = self._workers.gathered(own["state"])
-        return {**own, "state": {index: state for part in parts for index, state in part.items()}}
+        return self._whole_state(self._shards, keeps=True) if self._whole is None else self._whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)
+        if self._shards is None:
+            self.inner.load_state_dict(state_dict)
+            return
+        self.inner.load_state_dict({**state_dict, "state": {}})
+        states = state_dict["state"]
+        self._shards.forget()
+        self._shards.take_whole(
+            {parameter: states[index] for index, parameter in enumerate(self._parameters()) if index in states}
+        )
 
     @contextlib.contextmanager
     def whole_state(self) -> Iterator[None]:
-        """Let one worker alone call `state_dict` in the body, which all workers enter."""
-        self._whole = self.state_dict()
+        """Let the worker of rank 0 alone call `state_dict` in the body, which all workers enter."""
+        if self._shards is not None:
+            self._whole = self._whole_state(self._shards, keeps=self._workers.membership.rank == 0)
         try:
             yield
         finally:
             self._whole = None
 
-    def own_state(self) -> dict[str, Any]:
-        """Return the state that this worker has."""
-        return self.inner.state_dict()
+    def _whole_state(self, shards: StateShards, *, keeps: bool) -> dict[str, Any]:
+        """Return the state of all workers' shards. keeps: whether this worker needs it."""
+        states = gathered_states(self._workers, self._parameters(), shards.states(), keeps=keeps)
+        return {**self.inner.state_dict(), "state": {index: state for index, state in enumerate(states) if state}}
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Return the parameters in the order of the groups, which is that of a state_dict."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the replica whose turn it is. `step` leaves none, so no loop needs this."""
@@ -151,7 +165,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def begin_step(self, exchange: Exchange, extra_flags: Callable[[], list[float]]) -> None:
         """Begin a step among these workers."""
         self._undo = None
-        self._drop_others_state()
         if self._buckets is None or exchange != self._exchange:
             self._exchange, self._extra_flags = exchange, extra_flags
             self._make_buckets(self._trained())
@@ -178,26 +191,16 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self._undo = self._undoing()
         if self._clip_grad_norm is not None:
             nn.utils.clip_grad_norm_([parameter for _, parameter in self.named_parameters()], self._clip_grad_norm)
-        if self.is_sharded:
-            for parameter in self._others_parameters():
-                parameter.grad = None
-        self.inner.step()
+        if self._shards is None:
+            self.inner.step()
+        else:
+            self._shards.step(self.buckets.shard_gradients())
         self.clear_gradients()
 
-    @torch.no_grad()
     def exchange_updates(self) -> None:
-        """Get the parameters that other workers have updated, with zero=1."""
-        rank, shares = self._workers.membership.rank, self._shares() if self.is_sharded else []
-        for owner, parameters in enumerate(shares):
-            if len(shares) == 1 or not parameters:
-                continue
-            packed = torch.cat([parameter.detach().reshape(-1).view(torch.uint8) for parameter in parameters])
-            self._workers.backend.broadcast(packed, owner, call=_UPDATED)
-            begin = 0
-            for parameter in parameters if owner != rank else ():
-                end = begin + parameter.numel() * parameter.itemsize
-                parameter.copy_(packed[begin:end].clone().view(parameter.dtype).view(parameter.shape))
-                begin = end
+        """Get the parameters that other workers have updated, where the optimizer's state is sharded."""
+        if self.is_sharded:
+            self.buckets.share_updates()
 
     def undo(self) -> None:
         """Take back an update of this step."""
@@ -217,22 +220,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self._buckets.close()
             self._buckets = None
 
-    def _shares(self) -> list[list[nn.Parameter]]:
-        """Return which parameters each worker updates: about as many numbers as the others."""
-        shares: list[list[nn.Parameter]] = [[] for _ in range(self._workers.membership.world_size)]
-        for _, parameter in sorted(self.named_parameters(), key=lambda named: -named[1].numel()):
-            min(shares, key=lambda share: sum(one.numel() for one in share)).append(parameter)
-        return shares
-
-    def _drop_others_state(self) -> None:
-        """Forget what was loaded of parameters that other workers update, with zero=1."""
-        for parameter in self._others_parameters() if self.is_sharded else ():
-            self.inner.state.pop(parameter, None)
-
-    def _others_parameters(self) -> list[nn.Parameter]:
-        rank = self._workers.membership.rank
-        return [parameter for owner, share in enumerate(self._shares()) for parameter in share if owner != rank]
-
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
 
@@ -241,9 +228,34 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         for name, parameter in trained:
             if parameter.device.type != "cpu":
                 raise NotSupported(f"parameter {name!r} is on {parameter.device}: replicas train on the CPU for now")
+            if self.is_sharded and not is_dense(parameter):
+                raise NotSupported(f"parameter {name!r} is a view with gaps in its memory: use zero=0")
         assert self._exchange is not None
-        self._buckets = GradientBuckets(trained, self._exchange, self._bucket_bytes, self._extra_flags)
+        states = self._shards.states() if self._shards is not None else {}
+        # The norm for clipping is of whole gradients: its bits depend on the order in which torch adds up.
+        has_whole_sums = not self.is_sharded or self._clip_grad_norm is not None
+        self._buckets = GradientBuckets(
+            trained, self._exchange, self._bucket_bytes, self._extra_flags, is_sharded=not has_whole_sums
+        )
         self._layout = [name for name, _ in trained]
+        if self.is_sharded:
+            self._move_shards(self._buckets, states)
+
+    def _move_shards(self, buckets: GradientBuckets, states: Mapping[nn.Parameter, ShardState]) -> None:
+        """Update the shards that lie in this worker's parts of the buckets; take their state from all workers."""
+        own = buckets.own_shards()
+        for _, parameter in self.named_parameters():
+            if parameter not in own:  # a frozen one, whose state is kept
+                count, rank = self._workers.membership.world_size, self._workers.membership.rank
+                own[parameter] = parameter.numel() * rank // count, parameter.numel() * (rank + 1) // count
+        shards = {one: OwnShard(flat(one)[begin:end], begin) for one, (begin, end) in own.items()}
+        if self._shards is None:
+            self._shards = StateShards(self.inner, shards)
+            return
+        parameters = self._parameters()
+        whole = gathered_states(self._workers, parameters, states, keeps=True)
+        self._shards.set_shards(shards)
+        self._shards.take_whole(dict(zip(parameters, whole, strict=True)))
 
     def _undoing(self) -> Callable[[], None]:
         state = copy.deepcopy(self.inner.state_dict())
@@ -256,3 +268,64 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                     parameter.copy_(weight)
 
         return undo
+
+
+class _OfElements:
+    """Stands in a message for a tensor with an entry for each element of a shard."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+def gathered_states(
+    workers: ReplicaWorkers,
+    parameters: Sequence[nn.Parameter],
+    own: Mapping[nn.Parameter, ShardState],
+    *,
+    keeps: bool,
+) -> list[dict[str, Any]]:
+    """Return the optimizer's state of each whole parameter, from the shards of all workers, which all call this.
+
+    keeps: whether this worker needs it; others get the small values only, and keep no more than one tensor at a time.
+    """
+    told: list[list[ShardState | None]] = workers.gathered(
+        [_announced(own[parameter]) if parameter in own else None for parameter in parameters]
+    )
+    found = []
+    for index, parameter in enumerate(parameters):
+        parts = [of_worker[index] for of_worker in told]
+        names = sorted({name for part in parts if part is not None for name in part.values})
+        whole: list[ShardState] = []
+        for name in names:
+            if not any(part is not None and isinstance(part.values.get(name), _OfElements) for part in parts):
+                whole += [ShardState(part.begin, part.end, {name: part.values[name]}) for part in parts if part]
+                continue
+            gathered = _gathered(workers, name, parts, own.get(parameter))
+            whole += gathered if keeps else []
+        found.append(joined(parameter, whole))
+    return found
+
+
+def _announced(state: ShardState) -> ShardState:
+    values = {
+        name: _OfElements(value.dtype) if state.is_of_elements(name) else value for name, value in state.values.items()
+    }
+    return ShardState(state.begin, state.end, values)
+
+
+def _gathered(
+    workers: ReplicaWorkers, name: str, parts: Sequence[ShardState | None], own: ShardState | None
+) -> list[ShardState]:
+    """Return one value of all shards of a parameter."""
+    longest = max(part.end - part.begin for part in parts if part is not None)
+    dtype = next(part.values[name].dtype for part in parts if part is not None)
+    padded = torch.zeros(longest, dtype=dtype)
+    if own is not None:
+        padded[: own.end - own.begin] = own.values[name]
+    rows = torch.empty(len(parts), longest, dtype=dtype)
+    workers.backend.all_gather(rows.view(-1), padded, call=_STATE)
+    return [
+        ShardState(part.begin, part.end, {name: row[: part.end - part.begin]})
+        for part, row in zip(parts, rows, strict=True)
+        if part is not None
+    ]

@@ -19,6 +19,7 @@ from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
 from lp_pipe.pipeline.layers.model import LossWeight
 from lp_pipe.training.rng import PausableRng
+from lp_pipe.training.state_shards import refuse_not_elementwise
 
 
 class Replica(NormalizesBatches):
@@ -139,14 +140,16 @@ class Replica(NormalizesBatches):
 
         The parameters and buffers of the model become rank 0's. The sum begins during the last backward.
 
-        zero: 1: each worker keeps the optimizer's state of a share of the parameters. Any optimizer that updates each
-            parameter by itself will do. All workers must call `state_dict()`.
+        zero: 1: each worker has the optimizer's state of a shard of the parameters, and updates that shard. The
+            optimizer must treat elements independently, as torch's SGD, Adam, AdamW and RMSprop do, or say so by a
+            class attribute `elementwise = True`. All workers must call `state_dict()`.
         clip_grad_norm: the largest norm of all gradients of this optimizer.
         bucket_bytes: gradients that are summed at a time.
 
         Raises:
             DataParallelError: parameters of the optimizer are not the model's, or the workers' models differ.
-            NotSupported: zero is 2 or 3; or 1, and workers may change.
+            NotSupported: zero is 2 or 3; or 1, and workers may change, or the optimizer does not treat elements
+                independently.
         """
         if zero in (2, 3):
             raise NotSupported(f"replica.optimizer(zero={zero}): zero is 0 or 1 here, and 2 and 3 are replica.shard's")
@@ -162,6 +165,8 @@ class Replica(NormalizesBatches):
             raise DataParallelError(f"clip_grad_norm must be above 0, or None, got {clip_grad_norm!r}")
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             raise DataParallelError(f"bucket_bytes must be a whole number of at least 1, got {bucket_bytes!r}")
+        if zero:
+            refuse_not_elementwise(optimizer, f"zero={zero}")
         made = ReplicaOptimizer(
             optimizer, model, self._step_optimizer, clip_grad_norm, bucket_bytes, self._workers, zero
         )

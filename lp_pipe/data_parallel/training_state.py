@@ -4,7 +4,7 @@ import contextlib
 import copy
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,7 +96,8 @@ class TrainingState:
         """
         rank = self._workers.membership.rank
         self._check_same(self.optimizers)
-        own = {name: _own_state(part) for name, part in self._parts.items()} if rank == root else {}
+        with self._whole_states():
+            own = {name: part.state_dict() for name, part in self._parts.items()} if rank == root else {}
         sent = self._workers.broadcast((self.step, own) if rank == root else None, root)
         if not self.is_trained and rank != root:
             self.step, state = sent
@@ -145,10 +146,7 @@ class TrainingState:
 
     def save(self) -> None:
         """Save a checkpoint of this step; all workers call this, and rank 0 writes it in the background."""
-        with contextlib.ExitStack() as whole:
-            for optimizer in self.optimizers:
-                if optimizer.is_sharded:
-                    whole.enter_context(optimizer.whole_state())
+        with self._whole_states():
             if self._workers.membership.rank == 0:
                 self._all_checkpoints().save(self.step, wait=False)
 
@@ -186,14 +184,18 @@ class TrainingState:
 
         return undo
 
+    @contextlib.contextmanager
+    def _whole_states(self) -> Iterator[None]:
+        """Let rank 0 alone take the state of what is sharded in the body, which all workers enter."""
+        with contextlib.ExitStack() as whole:
+            for optimizer in self.optimizers:
+                whole.enter_context(optimizer.whole_state())
+            yield
+
     def _all_checkpoints(self) -> Checkpoints:
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(self._parts)
         return self._checkpoints
-
-
-def _own_state(part: Any) -> Any:
-    return part.own_state() if isinstance(part, ReplicaOptimizer) else part.state_dict()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

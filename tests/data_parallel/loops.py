@@ -60,7 +60,9 @@ def configure(step: int, model: Net) -> None:
     model.inner.requires_grad_(step % 4 != 2)
 
 
-def plain_loop(steps: int, replicas: int, microbatches: int = 1) -> tuple[Net, torch.optim.Optimizer]:
+def plain_loop(
+    steps: int, replicas: int, microbatches: int = 1, clip: float | None = 0.5
+) -> tuple[Net, torch.optim.Optimizer]:
     """Train as the contract of data parallelism says (docs/data_parallel.md)."""
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -85,7 +87,8 @@ def plain_loop(steps: int, replicas: int, microbatches: int = 1) -> tuple[Net, t
             buffer.copy_(first[name])
         for parameter, gradient in zip(model.parameters(), total, strict=True):
             parameter.grad = gradient
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         scheduler.step()
     return model, optimizer
@@ -98,11 +101,12 @@ def train(
     microbatches: int = 1,
     save_every: int | None = None,
     zero: int = 0,
+    clip: float | None = 0.5,
 ) -> None:
     """Train replicated; write what came out as rank{rank}.pt."""
     model = build()
     optimizer = replica.optimizer(
-        torch.optim.Adam(model.parameters(), 0.01), model, clip_grad_norm=0.5, bucket_bytes=200, zero=zero
+        torch.optim.Adam(model.parameters(), 0.01), model, clip_grad_norm=clip, bucket_bytes=200, zero=zero
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     for step in replica.steps(steps, save_every, model=model, optimizer=optimizer, scheduler=scheduler):

@@ -48,6 +48,17 @@ def test_the_death_of_a_worker_ends_the_program_by_default(launched: Any) -> Non
     assert (failed.value.index, failed.value.type_name) == (1, "OSError")
 
 
+@pytest.mark.parametrize(("workers", "microbatches", "clip"), [(4, 2, None), (3, 1, None), (2, 1, 0.5), (1, 1, None)])
+def test_sharded_optimizer_state_updates_to_the_same_bits(
+    workers: int, microbatches: int, clip: float | None, tmp_path: Path
+) -> None:
+    program = lp.Program("replicas")
+    options = {"replicas": 4, "workers": workers, "seed": SEED, "zero": 1, "clip": clip}
+    dp.add_replicas(program, train, str(tmp_path), STEPS, microbatches, **options)
+    lp.launch(program, mode="thread", run_dir=tmp_path / "run").wait(timeout=60)
+    assert differences(tmp_path, *plain_loop(STEPS, 4, microbatches, clip)) == []
+
+
 def test_sharded_optimizer_state_has_the_same_bits_also_after_a_restart(launched: Any, tmp_path: Path) -> None:
     for workers, steps in [(3, 5), (2, STEPS)]:
         program = lp.Program("replicas")

@@ -68,6 +68,10 @@ def zero(replica: dp.Replica) -> None:
     replica.optimizer(torch.optim.SGD(build().parameters()), build(), zero=2)
 
 
+def whole_parameters(replica: dp.Replica) -> None:
+    replica.optimizer(torch.optim.Adafactor(build().parameters()), build(), zero=1)
+
+
 def returns_early(replica: dp.Replica) -> None:
     model = build()
     optimizer = replica.optimizer(torch.optim.SGD(model.parameters()), model)
@@ -110,6 +114,7 @@ def late_gradient(replica: dp.Replica) -> None:
         (no_pair, "DataParallelError", "pair"),
         (no_state, "DataParallelError", "model"),
         (zero, "NotSupported", "zero=2"),
+        (whole_parameters, "NotSupported", "Adafactor"),
         (returns_early, "CollectiveMismatch", "agree"),
         (late_gradient, "DataParallelError", "shards"),
         (other_call, "CollectiveMismatch", "broadcast"),

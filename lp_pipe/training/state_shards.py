@@ -1,0 +1,195 @@
+"""One rank's shards of an optimizer's parameters: it updates these, and has the optimizer state of these only (ZeRO).
+
+A shard is a range of a parameter's elements, as they lie in memory. Its state has the shape of the shard.
+Source: ZeRO (Rajbhandari et al., 2020), section 5.
+"""
+
+import contextlib
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lp_pipe.errors import NotSupported
+from lp_pipe.training.optimizer_state import overrides_state_dict
+
+_ELEMENTWISE = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+    }
+)
+_OF_WHOLE_PARAMETER = "step"  # torch's optimizers keep the number of updates under this name
+
+
+def refuse_not_elementwise(optimizer: torch.optim.Optimizer, option: str) -> None:
+    """Refuse an optimizer whose update of an element depends on other elements of the parameter.
+
+    option: of the user, for the error, such as "zero=1".
+
+    Raises:
+        NotSupported: names the optimizer.
+    """
+    kind = type(optimizer)
+    if not getattr(kind, "elementwise", kind in _ELEMENTWISE):
+        raise NotSupported(
+            f"{option} with {kind.__name__}: each process updates a part of a parameter's elements, which is right for "
+            "optimizers that treat every element independently, such as SGD, Adam, AdamW and RMSprop. If "
+            f"{kind.__name__} does, set its class attribute `elementwise = True`; otherwise use zero=0"
+        )
+    if overrides_state_dict(optimizer):
+        raise NotSupported(f"{option} with {kind.__name__}, which has a state_dict() of its own: use zero=0")
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense tensor as they lie in memory, without a copy."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the tensor's elements lie in one piece of memory, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(frozen=True)
+class OwnShard:
+    """The elements from `begin` on of a parameter. elements: one-dimensional, where the update is to be written."""
+
+    elements: Tensor
+    begin: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.elements.numel()
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """The optimizer's state of a shard: tensors of the shard's shape, and values for all of the parameter."""
+
+    begin: int
+    end: int
+    values: Mapping[str, Any]
+
+    def is_of_elements(self, name: str) -> bool:
+        """Return whether a value has an entry for each element of the shard."""
+        value = self.values[name]
+        is_whole = name == _OF_WHOLE_PARAMETER
+        return isinstance(value, Tensor) and not is_whole and tuple(value.shape) == (self.end - self.begin,)
+
+
+def joined(parameter: Tensor, parts: Sequence[ShardState]) -> dict[str, Any]:
+    """Return the state of a whole parameter from those of its shards."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.values.items():
+            if not part.is_of_elements(name):
+                found.setdefault(name, value)
+                continue
+            if name not in found:
+                found[name] = _empty_as(parameter, value)
+            flat(found[name])[part.begin : part.end] = value
+    return found
+
+
+class StateShards:
+    """An optimizer that updates shards in place of its parameters.
+
+    Between steps its groups have the parameters, so that names, learning rates and schedulers are as without shards,
+    and its `state` is empty. In a step its groups have the shards.
+
+    shards: of each parameter of the optimizer that this rank has elements of.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, shards: Mapping[nn.Parameter, OwnShard]) -> None:
+        self.optimizer = optimizer
+        self._shards: dict[nn.Parameter, OwnShard] = {}
+        self._trained: dict[nn.Parameter, nn.Parameter] = {}
+        self._state: dict[Any, Any] = defaultdict(dict)
+        self.set_shards(shards)
+        self.take_whole({parameter: state for parameter, state in optimizer.state.items() if state})
+        optimizer.state.clear()
+
+    def set_shards(self, shards: Mapping[nn.Parameter, OwnShard]) -> None:
+        """Update other shards from now on; they have no state yet."""
+        self._shards = {parameter: shard for parameter, shard in shards.items() if shard.elements.numel()}
+        self._trained = {parameter: nn.Parameter(shard.elements) for parameter, shard in self._shards.items()}
+        self._state.clear()
+
+    def step(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Update the shards. gradients: of the shards, by parameter; one without is left as it is."""
+        for parameter, trained in self._trained.items():
+            trained.grad = gradients.get(parameter)
+        try:
+            with self._shards_in_groups():
+                self.optimizer.step()
+        finally:
+            for trained in self._trained.values():
+                trained.grad = None
+
+    def states(self) -> dict[nn.Parameter, ShardState]:
+        """Return the state of each shard that has one, without copying it."""
+        return {
+            parameter: ShardState(shard.begin, shard.end, dict(self._state[self._trained[parameter]]))
+            for parameter, shard in self._shards.items()
+            if self._state.get(self._trained[parameter])
+        }
+
+    def take_whole(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Set the shards' state from that of whole parameters, which is copied."""
+        for parameter, shard in self._shards.items():
+            if parameter in states:
+                self._state[self._trained[parameter]] = {
+                    name: _cut(parameter, shard, name, value) for name, value in states[parameter].items()
+                }
+
+    def forget(self) -> None:
+        """Drop the state of all shards."""
+        self._state.clear()
+
+    @contextlib.contextmanager
+    def _shards_in_groups(self) -> Iterator[None]:
+        groups = self.optimizer.param_groups
+        whole, state = [group["params"] for group in groups], self.optimizer.state
+        try:
+            for group in groups:
+                group["params"] = [self._trained[one] for one in group["params"] if one in self._trained]
+            self.optimizer.state = self._state  # type: ignore[assignment]  # torch's is a defaultdict, too
+            yield
+        finally:
+            self.optimizer.state = state
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+
+
+def _cut(parameter: nn.Parameter, shard: OwnShard, name: str, value: Any) -> Any:
+    """Return the shard's part of a value of the parameter's state."""
+    if not isinstance(value, Tensor) or name == _OF_WHOLE_PARAMETER or value.shape != parameter.shape:
+        return copy.deepcopy(value)
+    if value.stride() != parameter.stride():
+        value = _empty_as(parameter, value).copy_(value)
+    own = flat(value)[shard.begin : shard.end]
+    return own.to(shard.elements.device, copy=True)
+
+
+def _empty_as(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return memory for a value of each element of the parameter, which may be a DTensor."""
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device)
