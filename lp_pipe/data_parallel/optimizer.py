@@ -12,7 +12,7 @@ from lp_pipe.collectives.backend import Call
 from lp_pipe.data_parallel.buckets import Exchange, GradientBuckets
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
-from lp_pipe.training.state_shards import OwnShard, ShardState, StateShards, flat, is_dense, joined
+from lp_pipe.training.state_shards import OwnShard, OwnShardState, StateShards, flat, is_dense, joined
 
 _STATE = Call("optimizer state of shards")
 
@@ -241,7 +241,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         if self.is_sharded:
             self._move_shards(self._buckets, states)
 
-    def _move_shards(self, buckets: GradientBuckets, states: Mapping[nn.Parameter, ShardState]) -> None:
+    def _move_shards(self, buckets: GradientBuckets, states: Mapping[nn.Parameter, OwnShardState]) -> None:
         """Update the shards that lie in this worker's parts of the buckets; take their state from all workers."""
         own = buckets.own_shards()
         for _, parameter in self.named_parameters():
@@ -280,7 +280,7 @@ class _OfElements:
 def gathered_states(
     workers: ReplicaWorkers,
     parameters: Sequence[nn.Parameter],
-    own: Mapping[nn.Parameter, ShardState],
+    own: Mapping[nn.Parameter, OwnShardState],
     *,
     keeps: bool,
 ) -> list[dict[str, Any]]:
@@ -288,17 +288,17 @@ def gathered_states(
 
     keeps: whether this worker needs it; others get the small values only, and keep no more than one tensor at a time.
     """
-    told: list[list[ShardState | None]] = workers.gathered(
+    told: list[list[OwnShardState | None]] = workers.gathered(
         [_announced(own[parameter]) if parameter in own else None for parameter in parameters]
     )
     found = []
     for index, parameter in enumerate(parameters):
         parts = [of_worker[index] for of_worker in told]
         names = sorted({name for part in parts if part is not None for name in part.values})
-        whole: list[ShardState] = []
+        whole: list[OwnShardState] = []
         for name in names:
             if not any(part is not None and isinstance(part.values.get(name), _OfElements) for part in parts):
-                whole += [ShardState(part.begin, part.end, {name: part.values[name]}) for part in parts if part]
+                whole += [OwnShardState(part.begin, part.end, {name: part.values[name]}) for part in parts if part]
                 continue
             gathered = _gathered(workers, name, parts, own.get(parameter))
             whole += gathered if keeps else []
@@ -306,16 +306,16 @@ def gathered_states(
     return found
 
 
-def _announced(state: ShardState) -> ShardState:
+def _announced(state: OwnShardState) -> OwnShardState:
     values = {
         name: _OfElements(value.dtype) if state.is_of_elements(name) else value for name, value in state.values.items()
     }
-    return ShardState(state.begin, state.end, values)
+    return OwnShardState(state.begin, state.end, values)
 
 
 def _gathered(
-    workers: ReplicaWorkers, name: str, parts: Sequence[ShardState | None], own: ShardState | None
-) -> list[ShardState]:
+    workers: ReplicaWorkers, name: str, parts: Sequence[OwnShardState | None], own: OwnShardState | None
+) -> list[OwnShardState]:
     """Return one value of all shards of a parameter."""
     longest = max(part.end - part.begin for part in parts if part is not None)
     dtype = next(part.values[name].dtype for part in parts if part is not None)
@@ -325,7 +325,7 @@ def _gathered(
     rows = torch.empty(len(parts), longest, dtype=dtype)
     workers.backend.all_gather(rows.view(-1), padded, call=_STATE)
     return [
-        ShardState(part.begin, part.end, {name: row[: part.end - part.begin]})
+        OwnShardState(part.begin, part.end, {name: row[: part.end - part.begin]})
         for part, row in zip(parts, rows, strict=True)
         if part is not None
     ]

@@ -82,7 +82,7 @@ class OwnShard:
 
 
 @dataclass(frozen=True)
-class ShardState:
+class OwnShardState:
     """The optimizer's state of a shard: tensors of the shard's shape, and values for all of the parameter."""
 
     begin: int
@@ -96,7 +96,7 @@ class ShardState:
         return isinstance(value, Tensor) and not is_whole and tuple(value.shape) == (self.end - self.begin,)
 
 
-def joined(parameter: Tensor, parts: Sequence[ShardState]) -> dict[str, Any]:
+def joined(parameter: Tensor, parts: Sequence[OwnShardState]) -> dict[str, Any]:
     """Return the state of a whole parameter from those of its shards."""
     found: dict[str, Any] = {}
     for part in parts:
@@ -145,10 +145,10 @@ class StateShards:
             for trained in self._trained.values():
                 trained.grad = None
 
-    def states(self) -> dict[nn.Parameter, ShardState]:
+    def states(self) -> dict[nn.Parameter, OwnShardState]:
         """Return the state of each shard that has one, without copying it."""
         return {
-            parameter: ShardState(shard.begin, shard.end, dict(self._state[self._trained[parameter]]))
+            parameter: OwnShardState(shard.begin, shard.end, dict(self._state[self._trained[parameter]]))
             for parameter, shard in self._shards.items()
             if self._state.get(self._trained[parameter])
         }
