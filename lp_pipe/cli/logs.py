@@ -1,10 +1,7 @@
 """`lp_pipe logs`: print what the nodes of a live or ended run have printed."""
 
 import argparse
-import contextlib
-import os
 import re
-import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +10,7 @@ from pathlib import Path
 from lp_pipe.cli.errors import NotAnswered, UsageError, nearest, whole_number
 from lp_pipe.cli.find_run import asking, find_run, live_runs
 from lp_pipe.launch.run_records import RunRecord, read_record
+from lp_pipe.telemetry.plain_files import open_plain
 from lp_pipe.telemetry.run_folder import RunFolder
 
 
@@ -40,9 +38,13 @@ class LogFile:
 
     def new_lines(self, with_unfinished: bool = False) -> list[str]:
         """Return the lines since the last call; `with_unfinished`: also the last one without its end."""
-        with os.fdopen(_open_plain(self.path), "rb") as file:
-            file.seek(self._place)
-            data = file.read()
+        try:
+            with open_plain(self.path) as file:
+                file.seek(self._place)
+                data = file.read()
+        except OSError as error:
+            why = error.strerror or "it is no regular file"
+            raise UsageError(f"cannot read the log {self.path}: {why} (links are not followed)") from error
         self._place += len(data)
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         if with_unfinished and self._unfinished:
@@ -62,25 +64,6 @@ _CONTROL = re.compile(r"(\x1b\[[0-9;]*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def without_control(line: str) -> str:
     """Return the line without control characters: a node's output must not move the cursor or set a window's title."""
     return _CONTROL.sub(lambda found: found[1] or f"\\x{ord(found[0]):02x}", line)
-
-
-def _open_plain(path: Path) -> int:
-    """Open a log file without following links: another user's folder could link to any file of this user.
-
-    Raises:
-        UsageError: the file or its folder is a link, or the file is no regular file.
-    """
-    try:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        with contextlib.ExitStack() as stack:
-            stack.callback(os.close, folder)
-            file = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    except OSError as error:
-        raise UsageError(f"cannot read the log {path}: {error.strerror} (links are not followed)") from error
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise UsageError(f"cannot read the log {path}: it is no regular file")
-    return file
 
 
 _LOOK_EVERY_S = 0.2

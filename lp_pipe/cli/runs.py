@@ -50,7 +50,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     folder: Path | None = arguments.folder
     if folder is not None and not folder.is_dir():
         raise UsageError(f"folder {folder} does not exist")
-    found = sorted(_records(folder), key=lambda record: record.started, reverse=True)
+    found = sorted(runs_in(folder), key=lambda record: record.started, reverse=True)
     chosen = found[: arguments.number]
     if arguments.json:
         for record in chosen:
@@ -74,7 +74,7 @@ def state_of(record: RunRecord) -> str:
     return "running" if record.is_live else "killed"
 
 
-def _records(folder: Path | None) -> Iterator[RunRecord]:
+def runs_in(folder: Path | None) -> Iterator[RunRecord]:
     """Yield each run once; without a folder also runs that are live, or were killed, in other places."""
     places = [folder] if folder is not None else [Path(), FOLDER, usual_runs()]
     paths = [path for place in places for path in (place, *_folders_in(place))]

@@ -113,6 +113,28 @@ class GraphView:
             ],
         }
 
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> "GraphView":
+        """Return the graph that `to_dict` has written.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: `found` is something else.
+        """
+        nodes = tuple(
+            NodeView(
+                str(one["label"]),
+                int(one["index"]),
+                str(one["kind"]),
+                str(one["runs"]),
+                dict(one["resources"]),
+                tuple(map(str, one.get("notes", ()))),
+            )
+            for one in found["nodes"]
+        )
+        known = {node.name for node in nodes}
+        edges = tuple(Edge(str(one["user"]), str(one["server"]), str(one.get("channel", ""))) for one in found["edges"])
+        return cls(str(found["program"]), nodes, tuple(edge for edge in edges if {edge.user, edge.server} <= known))
+
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2) + "\n"
 

@@ -116,9 +116,15 @@ class Scene:
     height: float
 
 
-def make_scene(view: GraphView) -> Scene:
-    """Place boxes, cards and arrows."""
-    stacked = {label for label, nodes in view.groups.items() if len(nodes) > MAX_CARDS and _are_alike(nodes)}
+def make_scene(view: GraphView, max_cards: int | None = None) -> Scene:
+    """Place boxes, cards and arrows.
+
+    max_cards: a group of more nodes is one stack of cards; default: of more than 6 that have the same notes.
+    """
+    if max_cards is None:
+        stacked = {label for label, nodes in view.groups.items() if len(nodes) > MAX_CARDS and _are_alike(nodes)}
+    else:
+        stacked = {label for label, nodes in view.groups.items() if len(nodes) > max_cards}
     arrows = arrows_of(view, stacked)
     inner = [arrow for arrow in arrows if arrow.user.label == arrow.server.label]
     layout = lay_out(

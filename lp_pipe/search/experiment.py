@@ -216,6 +216,11 @@ class Experiment:
         self.folder = folder
         self._definition = _definition_in(folder)
 
+    @property
+    def searcher(self) -> Searcher:
+        """What decides which trials run, and until which step."""
+        return self._definition.searcher
+
     def rows(self) -> list[Row]:
         """Return all rows in commit order."""
         with closing(read_only(self.folder)) as db:

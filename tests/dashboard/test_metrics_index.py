@@ -1,0 +1,118 @@
+"""A series of any length is drawn from at most 1,000 buckets, none of which hides its extremes."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from lp_pipe.dashboard.metrics_index import MAX_BUCKETS, MetricsIndex
+from tests.dashboard.fixtures import metric_line
+
+
+def write_values(path: Path, values: list[float], start: int = 0) -> None:
+    with path.open("a") as file:
+        file.writelines(
+            metric_line("trainer/0", step, 1000.0 + step * 0.1, {"loss": value})
+            for step, value in enumerate(values, start)
+        )
+
+
+def test_few_points_are_all_returned(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_values(path, [3.0, 1.0, 2.0])
+    index = MetricsIndex(path)
+    index.refresh()
+    assert index.query(("trainer/0", "loss")) == {"x": [0, 1, 2], "y": [3.0, 1.0, 2.0], "points": 3, "axis": "step"}
+    assert index.query(("trainer/0", "loss"), "time")["x"] == [1000, 1000.1, 1000.2]
+    assert index.query(("trainer/0", "other"))["points"] == 0
+
+
+@pytest.mark.parametrize("length", [1000, 1001, 2000, 30_000])
+def test_every_bucket_has_its_extremes(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    values = [round(chance.random(), 6) for _ in range(length)]
+    at = chance.randrange(length)
+    values[at] = 1000.0
+    index = MetricsIndex(path)
+    done = 0
+    while done < length:  # the file grows while it is looked at
+        part = min(length - done, chance.randrange(1, 1 + length // 3))
+        write_values(path, values[done : done + part], done)
+        done += part
+        index.refresh()
+        if chance.random() < 0.5:
+            index.names()
+    found = index.query(("trainer/0", "loss"))
+    assert found["points"] == length
+    assert len(found["x"]) <= 2 * MAX_BUCKETS
+    assert found["x"] == sorted(found["x"])
+    assert all(values[step] == value for step, value in zip(found["x"], found["y"], strict=True))
+    assert (at, 1000.0) in zip(found["x"], found["y"], strict=True)
+    assert min(found["y"]) == min(values)
+    few = index.query(("trainer/0", "loss"), buckets=50)
+    assert len(few["x"]) <= 100
+    assert 1000.0 in few["y"]
+
+
+@pytest.mark.parametrize("num_cases", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_zoom_shows_each_point_of_a_small_part(tmp_path: Path, num_cases: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    chance = random.Random(4)
+    values = [round(chance.random(), 6) for _ in range(20_000)]
+    write_values(path, values)
+    index = MetricsIndex(path)
+    index.refresh()
+    for _ in range(num_cases):
+        low = chance.randrange(19_800)
+        found = index.query(("trainer/0", "loss"), "step", low, low + 200)
+        drawn = dict(zip(found["x"], found["y"], strict=True))
+        assert all(drawn[step] == values[step] for step in range(low, low + 201))
+        assert len(drawn) <= 2 * MAX_BUCKETS
+
+
+def test_points_after_an_offset_are_each_returned_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    index, key = MetricsIndex(path), ("trainer/0", "loss")
+    end, seen = 0, []
+    for start in range(0, 100, 7):
+        write_values(path, [float(step) for step in range(start, start + 7)], start)
+        with path.open("a") as file:
+            file.write('{"time": 1, "node": "trai')  # a line that is being written
+        end, found = index.after(end, {key})
+        seen += [step for step, _, _ in found[key]]
+        path.write_text(path.read_text().rpartition("\n")[0] + "\n")
+    assert seen == list(range(105))
+
+
+def test_lines_of_other_kinds_and_odd_numbers_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        metric_line("a/0", None, 1.0, {"step": 1.0, "x": "nan"}),
+        metric_line("a/0", None, 2.0, {"step": "inf", "x": 2.5}),
+        json.dumps({"time": 3.0, "node": "a/0", "event": "restored", "step": 4}) + "\n",
+        "no json\n",
+        "[1, 2]\n3\nnull\n",
+        metric_line("a/0", None, 4.0, {"x": "-inf"}),
+    ]
+    path.write_text("".join(lines))
+    index = MetricsIndex(path)
+    known = {row["name"]: row for row in index.names()}
+    assert {name: row["points"] for name, row in known.items()} == {"step": 2, "x": 3}
+    assert known["x"]["odd"] == 2
+    found = index.query(("a/0", "x"), "step")
+    assert found["axis"] == "time"
+    assert found["y"] == [None, 2.5, None]
+
+
+def test_another_file_in_its_place_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_values(path, [1.0] * 10)
+    index = MetricsIndex(path)
+    assert index.names()[0]["points"] == 10
+    path.unlink()
+    write_values(path, [1.0] * 3)
+    assert index.names()[0]["points"] == 3
