@@ -33,6 +33,7 @@ from lp_pipe.rl.replay.selectors import Prioritized as Prioritized
 from lp_pipe.rl.replay.selectors import Uniform as Uniform
 from lp_pipe.rl.replay.table import Sample as Sample
 from lp_pipe.rl.replay.table import Table as Table
+from lp_pipe.rl.run_experiment import load as load
 from lp_pipe.rl.run_experiment import run_experiment as run_experiment
 
 if TYPE_CHECKING:

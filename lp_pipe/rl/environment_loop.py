@@ -1,16 +1,19 @@
 """The loop of policy and environment: steps of a gymnasium.Env or VectorEnv become items. Needs neither of torch and
 gymnasium."""
 
+import contextlib
 import copy
+import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lp_pipe.errors import LpPipeError
+from lp_pipe.errors import Unrecoverable
 from lp_pipe.rl.adders import Adder
-from lp_pipe.rl.tree import leaves_of, row, stacked, tree_map
+from lp_pipe.rl.tree import concatenated, leaves_of, row, stacked, tree_map
 
 ActingPolicy = Callable[[Any, Any, np.random.Generator, Mapping[str, int]], tuple[Any, Any, Any]]
 FAILURES_IN_A_ROW = 3  # of new environments before their first step: then a restart does not help
@@ -73,7 +76,7 @@ class LoopSteps:
     items: Any
 
 
-class EnvironmentFailed(LpPipeError, RuntimeError):
+class EnvironmentFailed(Unrecoverable):
     """An environment raised an error, or returned something that does not fit its spaces.
 
     leaf: the path of what does not fit, such as `observation['image']`, or "". environment: index in the actor.
@@ -90,6 +93,86 @@ class EnvironmentFailed(LpPipeError, RuntimeError):
     def __reduce__(self) -> tuple[object, ...]:
         values = (self.actor, self.environment, self.episode, self.step, self.seed, self.leaf, self.reason)
         return type(self), values
+
+
+class EnvironmentCalls(NamedTuple):
+    """The calls by which an environment has come to where it is, since its last full reset.
+
+    life: how often it was made anew before. first: how many earlier calls are not in `calls`; 0: none. digest: of all
+    that the environment has returned.
+    """
+
+    life: int
+    first: int
+    calls: list[tuple[Any, ...]]
+    digest: str
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """All that the rest of a loop's run depends on. The environments are played again from their calls."""
+
+    values: Mapping[str, Any]
+    adders: Any
+    environments: Sequence[EnvironmentCalls]
+
+    def after(self, earlier: "LoopState | None") -> "LoopState":
+        """Return this state with all calls, from the state before it."""
+        known = () if earlier is None else earlier.environments
+        return replace(
+            self,
+            environments=[
+                one if not one.first else one._replace(first=0, calls=known[place].calls[: one.first] + one.calls)
+                for place, one in enumerate(self.environments)
+            ],
+        )
+
+
+class RecordedEnvironment:
+    """An environment, with the calls since its last full reset, so that another one can be brought to the same place.
+
+    is_recording: if not, it only passes calls on.
+    """
+
+    def __init__(self, environment: Any, life: int, is_recording: bool) -> None:
+        self.environment, self.life, self._is_recording = environment, life, is_recording
+        self._calls: list[tuple[Any, ...]] = []
+        self._num_told = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def reset(self, seed: Any, options: Mapping[str, Any] | None = None) -> Any:
+        given = {} if options is None else {"options": dict(options)}  # a VectorEnv takes the mask out of it
+        if self._is_recording:
+            if options is None or np.all(options["reset_mask"]):
+                self._calls, self._num_told, self._digest = [], 0, hashlib.blake2b(digest_size=16)
+            self._calls.append(("reset", seed, options))
+        first, info = self.environment.reset(seed=seed, **given)
+        self._add_to_digest(first)
+        return first, info
+
+    def step(self, action: Any) -> Any:
+        if self._is_recording:
+            self._calls.append(("step", action))
+        result = self.environment.step(action)
+        self._add_to_digest(result[:4])
+        return result
+
+    def new_calls(self) -> EnvironmentCalls:
+        """Return the calls since the last time, and the digest."""
+        first, self._num_told = self._num_told, len(self._calls)
+        return EnvironmentCalls(self.life, first, self._calls[first:], self._digest.hexdigest())
+
+    def play_again(self, known: EnvironmentCalls) -> bool:
+        """Make the calls; return whether the environment has returned the same as then."""
+        for name, *arguments in known.calls:
+            getattr(self, name)(*arguments)
+        self._num_told = len(self._calls)
+        return self._digest.hexdigest() == known.digest
+
+    def _add_to_digest(self, result: Any) -> None:
+        if self._is_recording:
+            for _, leaf in leaves_of(result):
+                self._digest.update(np.ascontiguousarray(leaf).tobytes())
 
 
 class _DoesNotFit(Exception):
@@ -112,8 +195,15 @@ class EnvironmentLoop:
 
     environment: a gymnasium.Env, a VectorEnv of any autoreset mode, or a list of Envs whose observations the policy
     gets as one batch. adder: copied for each environment. seed, role, index: of all randomness; environment i of the
-    loop has the index `index · number of environments + i`. restart: makes environment i anew after it failed.
+    loop has the index `index · number of environments + i`. make: makes environment i anew, also from how often that
+    was done before. restarts: does so after it failed. is_recording: `state` and `restore` are used. before_call: is
+    told (actor steps, episode, step, seed) before each call of an environment.
     """
+
+    _VALUES = (
+        *("_observations", "_is_resetting", "_states", "_actions", "_episode", "_step", "_seeds", "_totals"),
+        *("_is_first", "_policy_steps", "actor_steps", "restarts"),
+    )
 
     def __init__(
         self,
@@ -126,18 +216,25 @@ class EnvironmentLoop:
         seed: int = 0,
         role: str = "actor",
         index: int = 0,
-        restart: Callable[[int], Any] | None = None,
+        make: Callable[[int, int], Any] | None = None,
+        restarts: bool = False,
+        is_recording: bool = False,
+        before_call: Callable[[int, int, int, int], object] | None = None,
     ) -> None:
+        environments = list(environment) if isinstance(environment, list | tuple) else [environment]
+        self._is_recording = is_recording
         self._is_vector = hasattr(environment, "single_observation_space")
-        self._environments = list(environment) if isinstance(environment, list | tuple) else [environment]
-        self.size: int = environment.num_envs if self._is_vector else len(self._environments)
+        self._environments = [RecordedEnvironment(one, 0, is_recording) for one in environments]
+        self.size: int = environment.num_envs if self._is_vector else len(environments)
         self._mode = _autoreset_mode(environment) if self._is_vector else "DISABLED"
-        first = self._environments[0]
+        first = environments[0]
         self._space = first.single_observation_space if self._is_vector else first.observation_space
         self._action_dtype = getattr(first.action_space, "dtype", None)
         self._policy, self._counter, self._observers = policy, counter, observers
         self._adders = [copy.deepcopy(adder) for _ in range(self.size)] if adder is not None else None
-        self._seed, self._role, self._index, self._restart = seed, role, index, restart
+        self._seed, self._role, self._index = seed, role, index
+        self._make, self._may_restart, self._before_call = make, restarts, before_call
+        self.seconds = {"act": 0.0, "env": 0.0}
         self.actor_steps = 0
         self.restarts = 0
         self._policy_steps = 0
@@ -188,15 +285,45 @@ class EnvironmentLoop:
                 failures = 0
             except EnvironmentFailed as error:
                 failures += 1
-                if self._restart is None or failures >= FAILURES_IN_A_ROW:
+                if not self._may_restart or failures >= FAILURES_IN_A_ROW:
                     raise
                 self._make_anew(error.environment, done)
-        done.items = _concatenated(done.items)
+        done.items = concatenated(done.items)
         return done
 
     def flush(self) -> Any:
         """Return what is pending in the adders, as if the episodes were truncated here, or None."""
-        return _concatenated([adder.flush() for adder in self._adders or ()])
+        return concatenated([adder.flush() for adder in self._adders or ()])
+
+    def state(self) -> LoopState:
+        """Return what `restore` needs, with those calls of the environments that were not in the last state."""
+        values = {name: copy.copy(getattr(self, name)) for name in self._VALUES}
+        return LoopState(values, self._adders, [one.new_calls() for one in self._environments])
+
+    def restore(self, state: LoopState) -> None:
+        """Continue from a state with all calls: new environments are played again to where they were.
+
+        Raises:
+            EnvironmentFailed: an environment raised, or returned something else than before.
+        """
+        assert self._make is not None
+        for name, value in state.values.items():
+            setattr(self, name, copy.copy(value))
+        self._adders = state.adders
+        for place, known in enumerate(state.environments):
+            self._replace(place, known.life)
+            is_same = self._guarded(place, self._environments[place].play_again, known)
+            if not is_same:
+                reason = (
+                    "is not deterministic: played again with the same seed and actions, after its actor was started"
+                )
+                raise self._failure(place, "", f"{reason} again, it returned something else")
+
+    def close(self) -> None:
+        """Close the environments; an error of theirs does not matter any more."""
+        for one in self._environments:
+            with contextlib.suppress(Exception):
+                one.environment.close()
 
     def _rows(self, left: int | None) -> list[int] | None:
         """Return the environments that step next, after the resets that are due; None: a step would be too many."""
@@ -224,7 +351,9 @@ class EnvironmentLoop:
             self._policy_steps += 1
             observations = stacked([self._observations[index] for index in rows])
             states = stacked([self._states[index] for index in rows])
+            since = time.perf_counter()
             actions, states, more = self._policy(observations, states, generator, counts)
+            self.seconds["act"] += time.perf_counter() - since
             for place, index in enumerate(rows):
                 self._actions[index] = row(actions, place)
                 after[index], extras[index] = row(states, place), row(more, place)
@@ -285,12 +414,12 @@ class EnvironmentLoop:
         if not self._is_vector:
             for index in due:
                 seed = self._seeds[index]
-                first, _ = self._guarded(index, self._environments[index].reset, seed=seed)
+                first, _ = self._guarded(index, self._environments[index].reset, seed)
                 self._begin(index, first, seed)
             return
         mask = np.isin(np.arange(self.size), due)
-        options = {} if self._is_first else {"options": {"reset_mask": mask}}
-        observations, _ = self._guarded(due[0], self._environments[0].reset, seed=list(self._seeds), **options)
+        options = None if self._is_first else {"reset_mask": mask}
+        observations, _ = self._guarded(due[0], self._environments[0].reset, list(self._seeds), options)
         self._is_first = False
         for index in due:
             self._begin(index, row(observations, index), self._seeds[index])
@@ -308,16 +437,22 @@ class EnvironmentLoop:
 
     def _make_anew(self, index: int, done: LoopSteps) -> None:
         """Replace an environment that failed; what is pending of its episode ends as if it were truncated."""
-        assert self._restart is not None
         self.restarts += 1
         chosen = range(self.size) if self._is_vector else [index]
-        self._environments[0 if self._is_vector else index] = self._restart(index)
+        place = 0 if self._is_vector else index
+        self._replace(place, self._environments[place].life + 1)
         self._is_first = True
         for one in chosen:
             if self._adders is not None:
                 done.items.append(self._adders[one].flush())
             self._episode[one] += self._is_beginning(one)  # another seed
             self._observations[one], self._is_resetting[one] = None, False
+
+    def _replace(self, place: int, life: int) -> None:
+        assert self._make is not None
+        with contextlib.suppress(Exception):  # it may have failed
+            self._environments[place].environment.close()
+        self._environments[place] = RecordedEnvironment(self._make(place, life), life, self._is_recording)
 
     def _checked_step(self, index: int, observation: Any, reward: Any, terminated: Any, truncated: Any) -> TimeStep:
         if np.shape(reward) != () or not np.isfinite(reward):
@@ -331,18 +466,25 @@ class EnvironmentLoop:
         except _DoesNotFit as error:
             raise self._failure(index, *error.args) from None
 
-    def _guarded(self, index: int, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _guarded(self, index: int, call: Callable[..., Any], *arguments: Any) -> Any:
+        if self._before_call is not None:
+            self._before_call(self.actor_steps, *self._place_of(index))
+        since = time.perf_counter()
         try:
-            return call(*arguments, **options)
+            return call(*arguments)
         except Exception as error:
             raise self._failure(index, "", f"raised {type(error).__name__}: {error}") from error
+        finally:
+            self.seconds["env"] += time.perf_counter() - since
 
     def _failure(self, index: int, leaf: str, reason: str) -> EnvironmentFailed:
-        actor = f"{self._role}/{self._index}"
-        episode, step = self._episode[index], self._step[index]
+        return EnvironmentFailed(f"{self._role}/{self._index}", index, *self._place_of(index), leaf, reason)
+
+    def _place_of(self, index: int) -> tuple[int, int, int]:
+        """Return the episode, step and seed of an environment."""
         if self._is_beginning(index):
-            episode, step = episode + 1, 0
-        return EnvironmentFailed(actor, index, episode, step, self._seeds[index], leaf, reason)
+            return self._episode[index] + 1, 0, self._seeds[index]
+        return self._episode[index], self._step[index], self._seeds[index]
 
     def _is_beginning(self, index: int) -> bool:
         """Return whether the environment is between two episodes."""
@@ -352,7 +494,7 @@ class EnvironmentLoop:
         return environment_seed(self._seed, self._role, self._index * self.size + index, episode)
 
     def _of(self, index: int) -> Any:
-        return self._environments[0 if self._is_vector else index]
+        return self._environments[0 if self._is_vector else index].environment
 
 
 def fitted(space: Any, value: Any, path: str) -> Any:
@@ -387,11 +529,3 @@ def _described(value: Any) -> str:
 def _autoreset_mode(environment: Any) -> str:
     mode = (environment.metadata or {}).get("autoreset_mode")
     return str(getattr(mode, "name", "NEXT_STEP"))  # a VectorEnv that does not say is of gymnasium's default mode
-
-
-def _concatenated(trees: Sequence[Any]) -> Any:
-    """Return one tree of all leaves' rows, or None if there are none."""
-    found = [tree for tree in trees if tree is not None and any(True for _ in leaves_of(tree))]
-    if not found:
-        return None
-    return tree_map(lambda *leaves: np.concatenate(leaves), found[0], *found[1:])

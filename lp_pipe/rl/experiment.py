@@ -143,8 +143,8 @@ class ExperimentConfig:
     """An agent, its environment, and how long it learns.
 
     environment_factory: a name for `gymnasium.make`, or a function of a seed that returns an Env or a VectorEnv.
-    network_factory: makes the network instead of the builder. on_environment_error: "stop", or "restart", which makes
-    a new environment.
+    network_factory: makes the network instead of the builder. checkpoint_every: learner steps between two checkpoints.
+    on_environment_error: "stop", or "restart", which makes a new environment.
     """
 
     builder: Builder
@@ -154,6 +154,7 @@ class ExperimentConfig:
     seed: int = 0
     evaluation: Evaluation = field(default_factory=Evaluation)
     order: Rounds = field(default_factory=Rounds)
+    checkpoint_every: int = 1_000
     envs_per_actor: int = 1
     observers: Sequence[Observer] = ()
     on_environment_error: Literal["stop", "restart"] = "stop"
@@ -166,11 +167,12 @@ class ExperimentConfig:
         missing = [name for name in BUILDER_PARTS if not hasattr(self.builder, name)]
         if missing:
             raise TypeError(f"the builder {type(self.builder).__name__} has no {', '.join(missing)}")
-        if min(self.max_num_actor_steps, self.envs_per_actor, self.builder.batch_size) < 1 or self.seed < 0:
+        numbers = {name: getattr(self, name) for name in ("max_num_actor_steps", "envs_per_actor", "checkpoint_every")}
+        numbers["batch_size"] = self.builder.batch_size
+        if min(numbers.values()) < 1 or self.seed < 0:
+            given = ", ".join(f"{name}={number}" for name, number in numbers.items())
             raise ValueError(
-                "ExperimentConfig: max_num_actor_steps, envs_per_actor and the builder's batch_size must be at least "
-                f"1 and seed at least 0, got {self.max_num_actor_steps}, {self.envs_per_actor}, "
-                f"{self.builder.batch_size} and {self.seed}"
+                f"ExperimentConfig: numbers must be at least 1 and seed at least 0, got {given}, seed={self.seed}"
             )
         if self.on_environment_error not in ("stop", "restart"):
             raise ValueError(f"on_environment_error must be stop or restart, got {self.on_environment_error!r}")

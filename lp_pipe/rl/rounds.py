@@ -1,72 +1,339 @@
-"""The learner's side of an experiment in rounds, whose result is the same however it is distributed. Needs no torch."""
+"""An experiment in rounds, whose result is the same however it is distributed. Needs no torch.
+
+The parts are a table that knows what each actor has done, a learner, and the evaluations. `run_experiment` drives them
+in one thread, the nodes of `make_distributed_experiment` each in its own process.
+"""
 
 import copy
 import hashlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp_pipe.rl.environment_loop import seed_sequence
+from lp_pipe.errors import CheckpointError
+from lp_pipe.rl.environment_loop import EnvironmentLoop, LoopState, seed_sequence
 from lp_pipe.rl.experiment import Builder, Learner, Network, Spec
-from lp_pipe.rl.replay.table import Table, TableState
+from lp_pipe.rl.replay.table import Sample, Table, TableState
+from lp_pipe.rl.tree import concatenated
+
+
+@dataclass(frozen=True)
+class RoundsOptions:
+    """What the table must know of an experiment.
+
+    is_vector: the actors have VectorEnvs, which may take fewer steps than they are told.
+    """
+
+    table: Table
+    batch_size: int
+    seed: int
+    steps: int
+    lag: int
+    max_num_actor_steps: int
+    num_actors: int
+    is_vector: bool
+
+
+class RoundStart(NamedTuple):
+    """What an actor needs to know of a round. steps: at most so many. env_steps: of all actors, before the round."""
+
+    number: int
+    steps: int
+    env_steps: int
+    is_over: bool = False
+
+
+class Delivery(NamedTuple):
+    """What an actor has done in a round, and its state after it."""
+
+    steps: int
+    episodes: int
+    restarts: int
+    items: Any
+    state: LoopState
+
+
+class ActorRecord(NamedTuple):
+    """The newest round that an actor has delivered, and its state after it."""
+
+    number: int
+    state: LoopState | None
+
+
+class LearnerRound(NamedTuple):
+    """What a learner gets for a round. counts: after the round, without learner_steps."""
+
+    samples: list[Sample]
+    counts: dict[str, int]
+    is_last: bool
+
+
+class RoundsTable:
+    """A table that takes the items of one round at a time, and keeps what each actor has done.
+
+    So it says how many steps an actor takes next, and what the successor of a dead actor begins with.
+    """
+
+    def __init__(self, options: RoundsOptions) -> None:
+        self.options = options
+        self.table = TableState(options.table, generator_of(options.seed, "table"))
+        self.finished = 0  # the newest round that was learned, with its priorities
+        self._carry = 0.0
+        self._counts = {"env_steps": 0, "episodes": 0, "environment_restarts": 0}  # up to the round that was learned
+        self._records = [ActorRecord(0, None)] * options.num_actors
+        self._deliveries: dict[int, dict[int, Delivery]] = {}  # by round and actor
+        self._steps_before = {1: 0}  # of rounds, where all actors' steps before them are known
+        self._last = 0  # the number of the last round, once it is known
+
+    def record_of(self, actor: int) -> ActorRecord:
+        return self._records[actor]
+
+    def start_of(self, actor: int, number: int) -> RoundStart | None:
+        """Return what an actor has to do in a round; None: that depends on others who have not delivered yet."""
+        options = self.options
+        before = self._env_steps_before(number)
+        if before is None:
+            return None
+        left = options.max_num_actor_steps - before
+        if left == 0 or 0 < self._last < number:
+            return RoundStart(number, 0, before, True)
+        for other in range(actor if left < options.steps * options.num_actors else 0):
+            delivery = self._deliveries.get(number, {}).get(other)
+            if delivery is None and options.is_vector:
+                return None
+            left -= min(left, options.steps) if delivery is None else delivery.steps
+        return RoundStart(number, min(left, options.steps), before)
+
+    def deliver(self, actor: int, number: int, delivery: Delivery) -> None:
+        """Take what an actor has done. What was delivered before is left as it is: the reply may have been lost."""
+        record = self._records[actor]
+        if number <= record.number:
+            return
+        assert number == record.number + 1, f"actor {actor} skips from round {record.number} to {number}"
+        self._records[actor] = ActorRecord(number, delivery.state.after(record.state))
+        deliveries = self._deliveries.setdefault(number, {})
+        deliveries[actor] = delivery
+        if len(deliveries) == self.options.num_actors:
+            steps = sum(one.steps for one in deliveries.values())
+            after = self._steps_before[number + 1] = self._steps_before[number] + steps
+            if after == self.options.max_num_actor_steps or not steps:
+                self._last = number
+
+    def is_ready(self, number: int) -> bool:
+        """Return whether all actors have delivered a round, and the one before was learned."""
+        return self.finished == number - 1 and len(self._deliveries.get(number, ())) == self.options.num_actors
+
+    def learn_from(self, number: int) -> LearnerRound:
+        """Take a round's items, in the order of the actors, and sample what they are good for."""
+        assert self.is_ready(number)
+        deliveries = self._deliveries[number]
+        before = self.table.inserts
+        for actor, delivery in sorted(deliveries.items()):
+            pending = self._flushed(actor) if number == self._last else None
+            for items in (delivery.items, pending):
+                if items is not None:
+                    self.table.insert(items)
+        num_samples = self._num_samples(self.table.inserts - before)
+        samples = [self.table.sample(self.options.batch_size) for _ in range(num_samples)]
+        self._counts["env_steps"] = self._steps_before[number + 1]
+        self._counts["episodes"] += sum(one.episodes for one in deliveries.values())
+        self._counts["environment_restarts"] += sum(one.restarts for one in deliveries.values())
+        del self._deliveries[number], self._steps_before[number]
+        return LearnerRound(samples, self.counts(), number == self._last)
+
+    def finish(self, number: int, samples: Sequence[Any], priorities: Sequence[Any]) -> None:
+        """Take the priorities of a round's samples, of which only the keys are needed."""
+        for keys, values in zip(samples, priorities, strict=True):
+            if values is not None:
+                self.table.update_priorities(keys, np.asarray(values))
+        self.finished = number
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts up to the round that was learned."""
+        return {**self._counts, "inserts": self.table.inserts, "samples": self.table.samples}
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {name: copy.copy(getattr(self, name)) for name in _STATE_OF_TABLE}
+        return {**own, "table": self.table.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state.
+
+        Raises:
+            CheckpointError: it is of an experiment with other options.
+        """
+        found, own = state["options"], self.options
+        different = [name for name in vars(own) if getattr(found, name) != getattr(own, name)]
+        if different:
+            raise CheckpointError(
+                f"the checkpoint is of an experiment with another {', '.join(different)}: "
+                f"{', '.join(f'{name}={getattr(found, name)!r}' for name in different)}"
+            )
+        for name in _STATE_OF_TABLE:
+            if name != "options":
+                setattr(self, name, copy.copy(state[name]))
+        self.table.load_state_dict(state["table"])
+
+    def _env_steps_before(self, number: int) -> int | None:
+        """Return the steps of all actors before a round; None: not known yet."""
+        if number in self._steps_before or self.options.is_vector:
+            return self._steps_before.get(number)
+        whole_rounds = (number - 1) * self.options.steps * self.options.num_actors
+        return min(whole_rounds, self.options.max_num_actor_steps)
+
+    def _flushed(self, actor: int) -> Any:
+        """Return what is pending in an actor's adders after its last round."""
+        state = self._records[actor].state
+        return None if state is None else concatenated([adder.flush() for adder in state.adders or ()])
+
+    def _num_samples(self, num_items: int) -> int:
+        """Return how many batches the items of a round are good for."""
+        limiter, table = self.options.table.rate_limiter, self.table
+        if table.size < limiter.min_size:
+            return 0
+        due = self._carry + num_items * limiter.samples_per_insert / self.options.batch_size
+        if self.options.table.max_times_sampled:  # a queue may have dropped some of a round's items
+            due = min(due, table.size * self.options.table.max_times_sampled / self.options.batch_size)
+        self._carry = due - math.floor(due)
+        return math.floor(due)
+
+
+_STATE_OF_TABLE = ("options", "finished", "_carry", "_counts", "_records", "_deliveries", "_steps_before", "_last")
 
 
 class RoundsLearner:
-    """A table and a learner that take the items of one round at a time.
+    """A learner that learns once a round, and keeps the weights that actors and evaluators still need.
 
-    versions: the weights after each learner round, the newest `lag + 1` of them; round 0 is the initial weights.
+    versions: the steps and weights after each learner round, the newest `lag + 1` of them and those in `held`; round 0
+    is the initial weights.
     """
 
     def __init__(self, builder: Builder, network: Network, spec: Spec, seed: int, lag: int) -> None:
-        self._batch_size = builder.batch_size
-        self.table = TableState(builder.make_replay_table(spec), _generator(seed, "table"))
-        self.learner: Learner = builder.make_learner(network, spec, _generator(seed, "learner"))
+        self._generator = generator_of(seed, "learner")
+        self.learner: Learner = builder.make_learner(network, spec, self._generator)
         self._lag = lag
-        self._carry = 0.0
         self.round = 0
         self.steps = 0
         self.versions: dict[int, tuple[int, Any]] = {}
+        self.held: set[int] = set()
+        self.metrics: dict[str, float] = {}
         self._keep_version()
-
-    @property
-    def options(self) -> Table:
-        return self.table.options
 
     def version_for(self, number: int) -> tuple[int, Any]:
         """Return the learner steps and weights with which actors act in a round."""
         return self.versions[max(0, number - 1 - self._lag)]
 
-    def learn(self, items_of_actors: Sequence[Any]) -> None:
-        """Take a round's items, in the order of the actors, and do the steps that they are good for."""
-        before = self.table.inserts
-        for items in items_of_actors:
-            if items is not None:
-                self.table.insert(items)
-        samples = [self.table.sample(self._batch_size) for _ in range(self._num_steps(self.table.inserts - before))]
-        updates = [self.learner.step(sample) for sample in samples]
-        for sample, update in zip(samples, updates, strict=True):
-            if update.priorities is not None:
-                self.table.update_priorities(sample.keys, np.asarray(update.priorities))
+    def learn(self, samples: Sequence[Sample]) -> list[Any]:
+        """Do a round's steps and return the priorities of each sample, or None where they stay as they are."""
+        priorities = []
+        for sample in samples:
+            update = self.learner.step(sample)
+            priorities.append(update.priorities)
+            self.metrics = {name: float(value) for name, value in update.metrics.items()}
         self.steps += len(samples)
         self.round += 1
         self._keep_version()
+        return priorities
 
-    def _num_steps(self, items: int) -> int:
-        limiter = self.options.rate_limiter
-        if self.table.size < limiter.min_size:
-            return 0
-        due = self._carry + items * limiter.samples_per_insert / self._batch_size
-        if self.options.max_times_sampled:  # a queue may have dropped some of a round's items
-            due = min(due, self.table.size * self.options.max_times_sampled / self._batch_size)
-        self._carry = due - math.floor(due)
-        return math.floor(due)
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "learner": self.learner.state_dict(),
+            "generator": self._generator.bit_generator.state,
+            "round": self.round,
+            "steps": self.steps,
+            "versions": dict(self.versions),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.learner.load_state_dict(state["learner"])
+        self._generator.bit_generator.state = state["generator"]
+        self.round, self.steps, self.versions = state["round"], state["steps"], dict(state["versions"])
 
     def _keep_version(self) -> None:
         self.versions[self.round] = self.steps, copy.deepcopy(self.learner.variables())
-        self.versions.pop(self.round - self._lag - 1, None)
+        for number in [one for one in self.versions if one < self.round - self._lag and one not in self.held]:
+            del self.versions[number]
+
+
+class EvaluationDue(NamedTuple):
+    """An evaluation of the weights after a learner round. counts: of the experiment then."""
+
+    number: int
+    counts: dict[str, int]
+
+
+class Evaluations:
+    """When an experiment's agent is evaluated, with what result, and whether that is good enough to end."""
+
+    def __init__(self, every: int, stop_at: float | None) -> None:
+        self._every, self._stop_at = every, stop_at
+        self.counts = {"env_steps": 0, "episodes": 0, "environment_restarts": 0, "inserts": 0, "samples": 0}
+        self.counts["learner_steps"] = 0
+        self.round = 0
+        self._due: dict[int, EvaluationDue] = {}
+        self._returns: dict[int, tuple[int, list[float]]] = {}  # by round, after how many environment steps
+
+    @property
+    def curve(self) -> list[tuple[int, float]]:
+        """The environment steps and score of every evaluation."""
+        return [(env_steps, float(np.mean(returns))) for _, (env_steps, returns) in sorted(self._returns.items())]
+
+    @property
+    def returns(self) -> list[list[float]]:
+        """The returns of the episodes of every evaluation."""
+        return [returns for _, (_, returns) in sorted(self._returns.items())]
+
+    def add_round(self, number: int, counts: Mapping[str, int], is_last: bool) -> None:
+        """Take the counts after a round, which may make an evaluation due."""
+        if number <= self.round:
+            return
+        before, self.counts, self.round = self.counts["env_steps"], dict(counts), number
+        if is_last or counts["env_steps"] // self._every > before // self._every:
+            self.request()
+
+    def request(self) -> None:
+        """Make an evaluation due after the newest round, unless there is one."""
+        if self.round not in self._returns:
+            self._due[self.round] = EvaluationDue(self.round, self.counts)
+
+    def next_due(self) -> EvaluationDue | None:
+        """Return the oldest evaluation that was not done."""
+        return self._due[min(self._due)] if self._due else None
+
+    def add(self, number: int, returns: Sequence[float]) -> None:
+        """Take the returns of an evaluation; one that is there already stays."""
+        due = self._due.pop(number, None)
+        if due is not None:
+            self._returns[number] = due.counts["env_steps"], list(returns)
+
+    def are_in(self, number: int) -> bool:
+        """Return whether no evaluation is to be done of those due up to a round."""
+        return all(due > number for due in self._due)
+
+    def is_good_enough(self, number: int) -> bool:
+        """Return whether an evaluation up to a round has reached `stop_at`."""
+        stop_at = self._stop_at
+        scores = [float(np.mean(returns)) for at, (_, returns) in self._returns.items() if at <= number]
+        return stop_at is not None and any(score >= stop_at for score in scores)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts, "round": self.round, "due": dict(self._due), "returns": dict(self._returns)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.counts, self.round = dict(state["counts"]), state["round"]
+        self._due, self._returns = dict(state["due"]), dict(state["returns"])
+
+
+def act_round(loop: EnvironmentLoop, start: RoundStart, learner_steps: int) -> Delivery:
+    """Let an actor take its steps of a round."""
+    restarts = loop.restarts
+    counts = {"env_steps": start.env_steps, "learner_steps": learner_steps}
+    done = loop.run(num_steps=start.steps, counts=counts)
+    return Delivery(done.steps, len(done.episodes), loop.restarts - restarts, done.items, loop.state())
 
 
 def fingerprint_of(*trees: Any) -> str:
@@ -104,5 +371,6 @@ def _bytes_of(tensor: Any) -> Any:
     return whole.view(sys.modules["torch"].uint8).numpy()  # numpy has no bfloat16
 
 
-def _generator(seed: int, role: str) -> np.random.Generator:
+def generator_of(seed: int, role: str) -> np.random.Generator:
+    """Return the generator of a part of which there is one in an experiment."""
     return np.random.default_rng(seed_sequence(seed, role, 0, 0))

@@ -1,153 +1,248 @@
-"""Runs an experiment in this process, in one thread."""
+"""Runs an experiment in this process, in one thread, and reads what one has led to."""
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
-from lp_pipe.errors import NodeError
-from lp_pipe.rl.environment_loop import (
-    Counter,
-    EnvironmentFailed,
-    EnvironmentLoop,
-    LoopSteps,
-    environment_seed,
-    fitted,
-    seed_sequence,
-)
+from lp_pipe.checkpoint import Checkpoints
+from lp_pipe.errors import CheckpointError, NodeError
+from lp_pipe.rl.environment_loop import EnvironmentFailed, EnvironmentLoop, environment_seed, fitted, seed_sequence
 from lp_pipe.rl.experiment import ExperimentConfig, Network, Policy, Result, Spec
-from lp_pipe.rl.rounds import RoundsLearner, fingerprint_of
+from lp_pipe.rl.rounds import Evaluations, RoundsLearner, RoundsOptions, RoundsTable, act_round, fingerprint_of
 from lp_pipe.rl.tree import row, stacked
 
 
-def run_experiment(experiment: ExperimentConfig, num_actors: int = 1) -> Result:
+def run_experiment(experiment: ExperimentConfig, num_actors: int = 1, run_dir: Path | str | None = None) -> Result:
     """Run an experiment whose actors take turns, and return what it led to.
+
+    run_dir: a folder for checkpoints. An experiment that was interrupted goes on from the newest one in it.
 
     Raises:
         NodeError: an environment failed; its message names actor, episode, step, seed and leaf.
         ValueError: the parts do not fit together, before any step of an environment.
+        CheckpointError: the folder has checkpoints of another experiment.
     """
     if num_actors < 1:
         raise ValueError(f"run_experiment: num_actors must be at least 1, got {num_actors}")
     with one_torch_thread():
-        return _Experiment(experiment, num_actors).run()
+        return _Experiment(experiment, num_actors, None if run_dir is None else Path(run_dir)).run()
 
 
 class _Experiment:
     """The parts of an experiment in one process."""
 
-    def __init__(self, experiment: ExperimentConfig, num_actors: int) -> None:
+    def __init__(self, experiment: ExperimentConfig, num_actors: int, run_dir: Path | None) -> None:
         self._config = experiment
         environments = [make_environment(experiment, index) for index in range(num_actors)]
-        self._spec = spec = spec_of(experiment, environments[0])
-        network = make_network(experiment, spec)
-        self._acting, self._evaluated = copy.deepcopy(network), copy.deepcopy(network)
-        self._learner = RoundsLearner(experiment.builder, network, spec, experiment.seed, experiment.order.lag)
-        self._counter = Counter()
-        self._counter.increment(env_steps=0, episodes=0)
-        self._actors = [self._loop(index, one) for index, one in enumerate(environments)]
-        if experiment.order.steps < self._actors[0].size:
-            raise ValueError(
-                f"Rounds: steps={experiment.order.steps} is less than one step of an actor's {self._actors[0].size} "
-                "environments"
-            )
+        parts = ExperimentParts(experiment, num_actors, environments[0])
+        self._spec = spec = parts.spec
+        self._acting, self._evaluated = copy.deepcopy(parts.network), copy.deepcopy(parts.network)
+        self._table, self._learner = RoundsTable(parts.options), parts.learner
+        self._evaluations = Evaluations(experiment.evaluation.every, experiment.evaluation.stop_at)
+        self._actors = [make_loop(experiment, spec, self._acting, *actor) for actor in enumerate(environments)]
         self._evaluator = Evaluator(experiment, spec, self._evaluated)
-        self._curve: list[tuple[int, float]] = []
-        self._returns: list[list[float]] = []
-        self._scores: dict[int, float] = {}  # by the number of the round after which it was due
+        self._checkpoints: Checkpoints | None = None
+        if run_dir is not None:
+            keep_experiment(run_dir, experiment, spec)
+            self._checkpoints = Checkpoints(self._parts(), run_dir / "checkpoints")
+            if self._checkpoints.restore() is not None:
+                for index, actor in enumerate(self._actors):
+                    if (state := self._table.record_of(index).state) is not None:
+                        with as_node_error("actor", index):
+                            actor.restore(state)
 
     def run(self) -> Result:
-        number, is_last = 0, False
-        while not is_last and not self._is_good_enough_before(number + 1):
-            number += 1
-            before = self._counter.get()["env_steps"]
-            is_last = self._run_round(number)
-            every = self._config.evaluation.every
-            if is_last or self._counter.get()["env_steps"] // every > before // every:
-                self._evaluate(number)
-        if number not in self._scores:
-            self._evaluate(number)
-        return self._result()
+        try:
+            number = self._learner.round
+            lag = self._config.order.lag
+            while not self._is_over(number + 1) and not self._evaluations.is_good_enough(number - lag):
+                number += 1
+                self._run_round(number)
+            self._evaluations.request()
+            self._evaluate()
+            if self._checkpoints is not None:
+                self._checkpoints.save(number)
+            states = {name: part.state_dict() for name, part in self._parts().items()}
+            return result_of(self._config, self._spec, states, self._evaluated)
+        finally:
+            for actor in self._actors:
+                actor.close()
+            if self._checkpoints is not None:
+                self._checkpoints.wait_until_written()
 
-    def _run_round(self, number: int) -> bool:
-        """Act and learn; return whether it was the last round."""
+    def _run_round(self, number: int) -> None:
         learner_steps, weights = self._learner.version_for(number)
         self._acting.load_state_dict(weights)
-        counts = {**self._counter.get(), "learner_steps": learner_steps}
-        left = self._config.max_num_actor_steps - counts["env_steps"]
-        done: list[LoopSteps] = []
         for index, actor in enumerate(self._actors):
+            start = self._table.start_of(index, number)
+            assert start is not None, "the actors before this one have delivered"
             with as_node_error("actor", index):
-                done.append(actor.run(num_steps=min(left, self._config.order.steps), counts=counts))
-            left -= done[-1].steps
-        is_last = left == 0 or not any(steps.steps for steps in done)
-        items = [steps.items for steps in done]
-        if is_last:
-            items = [one for pair in zip(items, [actor.flush() for actor in self._actors], strict=True) for one in pair]
-        self._learner.learn(items)
-        return is_last
+                self._table.deliver(index, number, act_round(actor, start, learner_steps))
+        before = self._learner.steps
+        given = self._table.learn_from(number)
+        priorities = self._learner.learn(given.samples)
+        self._table.finish(number, [sample.keys for sample in given.samples], priorities)
+        counts = {**given.counts, "learner_steps": self._learner.steps}
+        self._evaluations.add_round(number, counts, given.is_last)
+        self._evaluate()
+        every = self._config.checkpoint_every
+        if self._checkpoints is not None and self._learner.steps // every > before // every:
+            self._checkpoints.save(number, wait=False)
 
-    def _is_good_enough_before(self, number: int) -> bool:
-        """Return whether an evaluation reached `stop_at`, of those that are in when a round begins."""
-        stop_at = self._config.evaluation.stop_at
-        due = number - 1 - self._config.order.lag
-        return stop_at is not None and any(score >= stop_at for at, score in self._scores.items() if at <= due)
+    def _is_over(self, number: int) -> bool:
+        start = self._table.start_of(0, number)
+        assert start is not None, "all actors have delivered the round before"
+        return start.is_over
 
-    def _evaluate(self, number: int) -> None:
-        steps, weights = self._learner.versions[self._learner.round]
-        self._evaluated.load_state_dict(weights)
-        counts = {**self._counter.get(), "learner_steps": steps}
-        with as_node_error("evaluator", 0):
-            returns = self._evaluator.returns(counts)
-        self._scores[number] = float(np.mean(returns))
-        self._returns.append(returns)
-        self._curve.append((counts["env_steps"], self._scores[number]))
+    def _evaluate(self) -> None:
+        """Do the evaluation that is due after the newest round, if there is one."""
+        if (due := self._evaluations.next_due()) is not None:
+            self._evaluated.load_state_dict(self._learner.versions[due.number][1])
+            with as_node_error("evaluator", 0):
+                self._evaluations.add(due.number, self._evaluator.returns(due.counts))
 
-    def _result(self) -> Result:
-        table = self._learner.table
-        learned = {"learner_steps": self._learner.steps, "inserts": table.inserts, "samples": table.samples}
-        counts = {**self._counter.get(), **learned}
-        learner = self._learner.learner
-        parts = learner.variables(), learner.state_dict(), table.state_dict(), counts, self._curve, self._returns
-        fingerprint = fingerprint_of(*parts)
-        counts["environment_restarts"] = sum(actor.restarts for actor in self._actors)
-        return Result(self._evaluator.policy_of_one(), self._curve[-1][1], counts, list(self._curve), fingerprint)
+    def _parts(self) -> dict[str, Any]:
+        return {"learner": self._learner, "replay": self._table, "counter": self._evaluations}
 
-    def _loop(self, index: int, environments: Any) -> EnvironmentLoop:
-        builder, config = self._config.builder, self._config
-        size = len(environments) if isinstance(environments, list) else environments.num_envs
-        lives = [0] * size
 
-        def restart(place: int) -> Any:
-            lives[place] += 1
-            return make_one(config, index * size + place, lives[place])
+class ExperimentParts:
+    """What an experiment is made of, besides the actors. environments: of an actor; they show whether all fits.
 
-        return EnvironmentLoop(
-            environments,
-            builder.make_policy(self._acting, self._spec, False),
-            builder.make_adder(self._spec),
-            self._counter,
-            config.observers,
-            seed=config.seed,
-            index=index,
-            restart=restart if config.on_environment_error == "restart" else None,
+    Raises:
+        ValueError: the parts do not fit together.
+    """
+
+    def __init__(self, experiment: ExperimentConfig, num_actors: int, environments: Any) -> None:
+        is_vector = not isinstance(environments, list)
+        self.spec = spec = spec_of(experiment, environments)
+        size = environments.num_envs if is_vector else len(environments)
+        order, builder = experiment.order, experiment.builder
+        if order.steps < size:
+            raise ValueError(f"Rounds: steps={order.steps} is less than one step of an actor's {size} environments")
+        self.network = make_network(experiment, spec)
+        self.learner = RoundsLearner(builder, self.network, spec, experiment.seed, order.lag)
+        table, batch_size, steps = builder.make_replay_table(spec), builder.batch_size, experiment.max_num_actor_steps
+        self.options = RoundsOptions(
+            table, batch_size, experiment.seed, order.steps, order.lag, steps, num_actors, is_vector
         )
+
+
+def make_loop(
+    experiment: ExperimentConfig,
+    spec: Spec,
+    network: Network,
+    index: int,
+    environments: Any,
+    before_call: Callable[[int, int, int, int], object] | None = None,
+) -> EnvironmentLoop:
+    """Return the loop of an actor."""
+    return EnvironmentLoop(
+        environments,
+        experiment.builder.make_policy(network, spec, False),
+        experiment.builder.make_adder(spec),
+        None,
+        experiment.observers,
+        seed=experiment.seed,
+        index=index,
+        make=lambda place, life: make_one(experiment, index * experiment.envs_per_actor + place, life),
+        restarts=experiment.on_environment_error == "restart",
+        is_recording=True,
+        before_call=before_call,
+    )
+
+
+def result_of(experiment: ExperimentConfig, spec: Spec, states: Mapping[str, Any], network: Network) -> Result:
+    """Return what an experiment has led to, from the states of its parts. network: for the result's policy."""
+    learner, table, evaluations = states["learner"], states["replay"], Evaluations(1, None)
+    evaluations.load_state_dict(states["counter"])
+    variables = learner["versions"][learner["round"]][1]
+    counts = dict(evaluations.counts)
+    restarts = counts.pop("environment_restarts")
+    curve, returns = evaluations.curve, evaluations.returns
+    fingerprint = fingerprint_of(variables, learner["learner"], table["table"], counts, curve, returns)
+    network.load_state_dict(variables)
+    policy = policy_of_one(experiment.builder.make_policy(network, spec, True), spec, experiment.seed)
+    counts["environment_restarts"] = restarts
+    return Result(policy, curve[-1][1] if curve else float("nan"), counts, curve, fingerprint)
+
+
+def keep_experiment(run_dir: Path, experiment: ExperimentConfig, spec: Spec) -> None:
+    """Write what `load` needs besides a checkpoint."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / _EXPERIMENT).write_bytes(cloudpickle.dumps((experiment, spec)))
+
+
+def load(run_dir: Path | str) -> Result:
+    """Return what an experiment in this folder has led to; of one that was stopped, until its newest checkpoint.
+
+    Loading unpickles files: load only what you trust as you trust code.
+
+    Raises:
+        FileNotFoundError: the folder has no experiment.
+        CheckpointError: it has no undamaged checkpoint.
+    """
+    folder = Path(run_dir)
+    experiment, spec = cloudpickle.loads((folder / _EXPERIMENT).read_bytes())
+    kept = {name: _Kept() for name in ("learner", "replay", "counter")}
+    found = Checkpoints(kept, folder / "checkpoints").restore()
+    if found is None or kept["replay"].state is None:
+        raise CheckpointError(f"{folder} has no checkpoint yet: the experiment had just begun")
+    states = {name: part.state for name, part in kept.items()}
+    return result_of(experiment, spec, states, make_network(experiment, spec))
+
+
+_EXPERIMENT = "experiment.pickle"
+
+
+class _Kept:
+    """A part that keeps the state that it gets."""
+
+    state: Any = None
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def policy_of_one(policy: Policy, spec: Spec, seed: int) -> Callable[[Any], Any]:
+    """Return the policy as a function of one observation; it starts each time from the initial state."""
+
+    def act(observation: Any) -> Any:
+        initial = getattr(policy, "initial_state", None)
+        generator = np.random.default_rng(seed_sequence(seed, "result", 0, 0))
+        batch = stacked([fitted(spec.observation_space, observation, "observation")])
+        counts = {"env_steps": 0, "actor_steps": 0, "learner_steps": 0}
+        actions, _, _ = policy(batch, None if initial is None else initial(1), generator, counts)
+        return row(actions, 0)
+
+    return act
 
 
 class Evaluator:
     """Plays the episodes of an evaluation: the same seeds each time, none of which an actor has."""
 
-    def __init__(self, experiment: ExperimentConfig, spec: Spec, network: Network) -> None:
+    def __init__(
+        self,
+        experiment: ExperimentConfig,
+        spec: Spec,
+        network: Network,
+        before_call: Callable[[int, int, int, int], object] | None = None,
+    ) -> None:
         self._experiment = experiment
-        self._spec = spec
-        self._policy: Policy = experiment.builder.make_policy(network, spec, True)
+        policy: Policy = experiment.builder.make_policy(network, spec, True)
         environment = make_one(experiment, 0, 0, "evaluation")
-        self._loop = EnvironmentLoop(environment, self._policy, seed=experiment.seed, role="evaluation")
+        seed = experiment.seed
+        self._loop = EnvironmentLoop(environment, policy, seed=seed, role="evaluation", before_call=before_call)
 
-    def returns(self, counts: dict[str, int]) -> list[float]:
+    def returns(self, counts: Mapping[str, int]) -> list[float]:
         """Play all episodes and return their sums of rewards; of a VectorEnv, each environment's first one counts."""
         found: list[float] = []
         for number in range(-(-self._experiment.evaluation.episodes // self._loop.size)):
@@ -158,20 +253,6 @@ class Evaluator:
                     first.setdefault(episode.environment, episode.total)
             found += [first[index] for index in range(self._loop.size)]
         return found[: self._experiment.evaluation.episodes]
-
-    def policy_of_one(self) -> Callable[[Any], Any]:
-        """Return the policy as a function of one observation; it starts each time from the initial state."""
-        policy, space, seed = self._policy, self._spec.observation_space, self._experiment.seed
-
-        def act(observation: Any) -> Any:
-            initial = getattr(policy, "initial_state", None)
-            generator = np.random.default_rng(seed_sequence(seed, "result", 0, 0))
-            batch = stacked([fitted(space, observation, "observation")])
-            counts = {"env_steps": 0, "actor_steps": 0, "learner_steps": 0}
-            actions, _, _ = policy(batch, None if initial is None else initial(1), generator, counts)
-            return row(actions, 0)
-
-        return act
 
 
 def make_one(experiment: ExperimentConfig, index: int, life: int, role: str = "environment") -> Any:

@@ -49,3 +49,11 @@ def stacked(trees: Sequence[Any]) -> Any:
 def row(tree: Any, index: Any) -> Any:
     """Return the tree of `leaf[index]`."""
     return tree_map(lambda leaf: leaf[index], tree)
+
+
+def concatenated(trees: Sequence[Any]) -> Any:
+    """Return one tree of all leaves' rows, or None if there are none."""
+    found = [tree for tree in trees if tree is not None and any(True for _ in leaves_of(tree))]
+    if not found:
+        return None
+    return tree_map(lambda *leaves: np.concatenate(leaves), found[0], *found[1:])

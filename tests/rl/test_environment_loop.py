@@ -102,11 +102,11 @@ def test_an_environment_that_fails_is_named_with_the_leaf(fault: str) -> None:
 def test_an_environment_that_fails_is_made_anew() -> None:
     made: list[int] = []
 
-    def restart(index: int) -> Corridor:
+    def make(index: int, life: int) -> Corridor:
         made.append(index)
         return Corridor()
 
-    loop = rl.EnvironmentLoop(Corridor(fault="raise"), fast, rl.NStepAdder(3, 1.0), restart=restart)
+    loop = rl.EnvironmentLoop(Corridor(fault="raise"), fast, rl.NStepAdder(3, 1.0), make=make, restarts=True)
     done = loop.run(num_steps=12)
     assert made == [0] and loop.restarts == 1 and done.steps == 12 == len(done.items.reward)
 
@@ -122,12 +122,12 @@ def test_what_others_did_before_one_failed_is_kept() -> None:
 
     made: list[Counted] = [Counted(), Counted(fault="raise"), Counted()]
 
-    def restart(index: int) -> Counted:
+    def make(index: int, life: int) -> Counted:
         made.append(Counted())
         return made[-1]
 
     counter = rl.Counter()
-    loop = rl.EnvironmentLoop(list(made), fast, rl.NStepAdder(1, 1.0), counter, restart=restart)
+    loop = rl.EnvironmentLoop(list(made), fast, rl.NStepAdder(1, 1.0), counter, make=make, restarts=True)
     done = loop.run(num_steps=50)
     assert sum(one.steps for one in made) == 50 == done.steps == counter.get()["env_steps"] == len(done.items.reward)
     items = done.items

@@ -241,3 +241,41 @@ def test_dqn_catches_every_ball_within_10_000_steps(seed: int) -> None:
     one = dataclasses.replace(experiment(seed), evaluation=rl.Evaluation(every=1_000, episodes=100, stop_at=1.0))
     result = rl.run_experiment(one)
     assert result.score == 1.0 and result.counts["env_steps"] <= 10_000
+
+
+@pytest.mark.parametrize("kind", ["envs", "DISABLED", "NEXT_STEP", "SAME_STEP"])
+def test_an_interrupted_experiment_goes_on_from_its_checkpoint(kind: str, tmp_path: Any) -> None:
+    faults: list[int] = []
+
+    def make(seed: int) -> Any:
+        fault = faults.pop() if faults else -1
+        if kind == "envs":
+            return Bandit(fault)
+        mode = gym.vector.AutoresetMode[kind]
+        return gym.vector.SyncVectorEnv([Bandit, Bandit, lambda: Bandit(fault)], autoreset_mode=mode)
+
+    options = {"environment_factory": make, "envs_per_actor": 3, "checkpoint_every": 5}
+    whole = rl.run_experiment(config(**options), num_actors=2)
+    faults += [12]
+    with pytest.raises(lp.NodeError):
+        rl.run_experiment(config(**options), num_actors=2, run_dir=tmp_path)
+    before = rl.load(tmp_path)
+    assert 0 < before.counts["learner_steps"] < whole.counts["learner_steps"]
+    after = rl.run_experiment(config(**options), num_actors=2, run_dir=tmp_path)
+    assert after.fingerprint == whole.fingerprint == rl.load(tmp_path).fingerprint != before.fingerprint
+    assert (after.counts, after.curve) == (whole.counts, whole.curve)
+
+
+def test_an_environment_that_is_not_a_function_of_its_seed_is_found_when_it_is_played_again(tmp_path: Any) -> None:
+    class Moody(Bandit):
+        def reset(self, **options: Any) -> Any:
+            return super().reset(**{**options, "seed": None})
+
+    faults = [70]
+    options = {"environment_factory": lambda seed: Moody(faults.pop() if faults else -1), "checkpoint_every": 1}
+    with pytest.raises(lp.NodeError):
+        rl.run_experiment(config(**options), run_dir=tmp_path)
+    with pytest.raises(lp.NodeError) as caught:
+        rl.run_experiment(config(**options), run_dir=tmp_path)
+    cause = caught.value.__cause__
+    assert isinstance(cause, rl.EnvironmentFailed) and (cause.actor, cause.environment) == ("actor/0", 0)
