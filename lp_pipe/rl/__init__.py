@@ -40,11 +40,15 @@ if TYPE_CHECKING:
     from lp_pipe.rl import losses as losses
     from lp_pipe.rl.agents.dqn import DQNBuilder as DQNBuilder
     from lp_pipe.rl.agents.dqn import DQNConfig as DQNConfig
+    from lp_pipe.rl.agents.impala import IMPALABuilder as IMPALABuilder
+    from lp_pipe.rl.agents.impala import IMPALAConfig as IMPALAConfig
     from lp_pipe.rl.agents.ppo import PPOBuilder as PPOBuilder
     from lp_pipe.rl.agents.ppo import PPOConfig as PPOConfig
 
 _NEEDS_TORCH = {
-    f"{agent}{part}": f"lp_pipe.rl.agents.{agent.lower()}" for agent in ("DQN", "PPO") for part in ("Builder", "Config")
+    f"{agent}{part}": f"lp_pipe.rl.agents.{agent.lower()}"
+    for agent in ("DQN", "IMPALA", "PPO")
+    for part in ("Builder", "Config")
 }
 
 
