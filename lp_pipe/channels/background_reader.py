@@ -39,20 +39,24 @@ class WatchedConnection:
 
     def resume(self) -> None:
         """Let the background reader read: the owner does something else."""
-        self.connection.be_ready_at(_WORTH_WAKING_BYTES)
+        self.connection.be_ready_at(self._reader.wake_up_bytes)
         self._reader.set(self, _ARMED)
 
     def leave(self) -> None:
         """Stop reading, as the one thread that reads; other threads may read now, also the background reader."""
-        self.connection.be_ready_at(_WORTH_WAKING_BYTES)  # first: the next reader must wake at the first byte
+        self.connection.be_ready_at(self._reader.wake_up_bytes)  # first: the next reader must wake at the first byte
         self.connection.done_reading()
         self._reader.set(self, _ARMED)
 
 
 class BackgroundReader:
-    """The background thread of a process, which reads all connections given to `watch`."""
+    """A background thread of a process, which reads all connections given to `watch`.
 
-    def __init__(self) -> None:
+    wake_up_bytes: how much must have arrived for the thread to read it; less stays in the system's buffers.
+    """
+
+    def __init__(self, wake_up_bytes: int = _WORTH_WAKING_BYTES) -> None:
+        self.wake_up_bytes = wake_up_bytes
         self._reset()
         os.register_at_fork(after_in_child=self._reset)  # a child lacks the thread, and must not use this epoll
 
@@ -109,3 +113,4 @@ class BackgroundReader:
 
 
 shared = BackgroundReader()
+eager = BackgroundReader(1)  # for connections without an owner that reads them while it waits

@@ -1,0 +1,283 @@
+"""A worker's end of the servers that sum: it pushes parts of tensors and pulls the sums, several at a time.
+
+    begin(tensor) ──► parts, front layers first ──► at most 24 without an answer ──► servers
+    wait()        ◄── sums, into the tensor's place ◄─────────────────────────────────┘
+
+Without the limit, a front layer's gradient, which is there last, would queue in the network behind all others.
+"""
+
+import heapq
+import itertools
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lp_pipe import connections
+from lp_pipe.collectives.backend import GenerationOver
+from lp_pipe.collectives.compression import Compression, ErrorFeedback
+from lp_pipe.collectives.part_messages import Hello, Part, PartKey, begin, part_frame, part_of
+from lp_pipe.collectives.sum_server import SumServer
+from lp_pipe.connections import Connection, Frame, frames, inproc
+from lp_pipe.errors import CollectiveMismatch
+from lp_pipe.membership import Membership
+from lp_pipe.telemetry import waits
+
+_WIRE_BYTES = 128 << 10  # of a part: smaller ones cost more processor time, larger ones wait longer for their server
+_COMPRESSED_BYTES = 512 << 10  # of a part before its compression
+_TURNS = 240  # of the servers, before they repeat
+
+
+@dataclass(frozen=True)
+class PushPullOptions:
+    """The options of a PushPull. limit: the parts without an answer at a time. priority: see `PushPull.begin`."""
+
+    partition_bytes: int = 1 << 18
+    priority: bool = True
+    compression: Compression | None = None
+    limit: int = 24
+
+
+def server_shares(workers: int, servers: int, *, is_colocated: bool) -> tuple[float, float]:
+    """Return the share of the parts that each server gets, and that each worker gets as a server beside its training.
+
+    All links are then equally busy. A worker that keeps a part sends its sum to the n - 1 others; a server sends n:
+
+        a + (1 - a) 2(n - 1)/n  =  a n/k       a: the share of all k servers together
+    """
+    if not is_colocated:
+        return 1 / servers, 0.0
+    beside = 2 * (workers - 1) / workers
+    together = min(1.0, beside / (workers / servers + beside - 1)) if servers else 0.0
+    return together / servers if servers else 0.0, (1 - together) / workers
+
+
+def server_turns(shares: Sequence[float]) -> list[int]:
+    """Return the order in which parts go to servers, so that each gets its share of any sequence of parts."""
+    given = [0] * len(shares)
+    turns: list[int] = []
+    for number in range(1, _TURNS + 1):
+        late = [share * number - count for share, count in zip(shares, given, strict=True)]
+        turns.append(late.index(max(late)))
+        given[turns[-1]] += 1
+    return turns
+
+
+class PendingSum:
+    """A sum that is on its way."""
+
+    def __init__(self, owner: "PushPull", name: str, total: Tensor, parts: int) -> None:
+        self._owner = owner
+        self.name = name
+        self.total = total
+        self.parts_left = parts
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.parts_left
+
+    def wait(self) -> Tensor:
+        """Return the sum.
+
+        Raises:
+            GenerationOver: a worker or a server is gone.
+            CollectiveMismatch: another worker has pushed another tensor under this name.
+        """
+        self._owner.wait_for(self)
+        return self.total
+
+
+@dataclass(order=True)
+class _QueuedPart:
+    urgency: int
+    order: int
+    key: PartKey = field(compare=False)
+    server: int = field(compare=False)
+    tensors: Sequence[Tensor] = field(compare=False)
+    is_compressed: bool = field(compare=False)
+
+
+class PushPull:
+    """The connections of one worker to all servers of one generation.
+
+    endpoints: of the servers; None: `own`, the server in this process, which ends with this object.
+    shares: of the parts, by server.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        endpoints: Sequence[str | None],
+        shares: Sequence[float],
+        options: PushPullOptions,
+        own: SumServer | None = None,
+    ) -> None:
+        """Connect to all servers.
+
+        Raises:
+            Unavailable: one is not there.
+        """
+        self.rank = membership.rank
+        self._options = options
+        self._own = own
+        self._feedback = ErrorFeedback(options.compression) if options.compression else None
+        self._turns = server_turns(shares)
+        self._changed = threading.Condition()
+        self._queue: list[_QueuedPart] = []
+        self._numbers = itertools.count()
+        self._uses: dict[str, int] = {}  # of each name
+        self._under_way: dict[PartKey, tuple[PendingSum, Tensor]] = {}
+        self._unanswered = 0
+        self._error: Exception | None = None
+        self._connections: list[Connection] = []
+        self._thread: threading.Thread | None = None
+        compression = options.compression.to_text() if options.compression else ""
+        members = membership.members
+        hello = Hello(membership.generation, members[self.rank], self.rank, len(members), compression)
+        try:
+            for endpoint in endpoints:
+                self._connections.append(begin(self._opened(endpoint), self._on_frame, self._on_close))
+                self._connections[-1].send(hello.frame())
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(
+        self,
+        name: str,
+        tensors: Sequence[Tensor],
+        total: Tensor,
+        urgency: int = 0,
+        turn: int | None = None,
+        *,
+        compresses: bool = True,
+    ) -> PendingSum:
+        """Begin to sum flat tensors of one size: all of rank 0 in order, then all of rank 1, and so on.
+
+        Workers may begin sums in any order: the n-th sum of a name is that of the n-th tensors of this name on all
+        workers. The tensors must not change until the sum is complete.
+
+        tensors: of this worker's replicas; the first one may be changed.
+        total: where the sum goes; may be the first tensor.
+        urgency: parts of sums with a smaller number are sent first, if the option `priority` is set.
+        turn: of the first part among the parts of all tensors, where these are known: so all servers get their share.
+        compresses: whether the option `compression` holds for this sum.
+        """
+        dtype, numel = total.dtype, total.numel()
+        is_compressed = self._feedback is not None and compresses and dtype.is_floating_point
+        if self.rank == 0 or is_compressed:  # nothing is added before these, or the order is of no importance
+            for other in tensors[1:]:
+                tensors[0].add_(other)
+            tensors = tensors[:1]
+        length = self._part_length(dtype, is_compressed=is_compressed)
+        begins = range(0, max(1, numel), length)
+        turn = zlib.crc32(name.encode()) if turn is None else turn
+        with self._changed:
+            sequence = self._uses[name] = self._uses.get(name, -1) + 1
+            pending = PendingSum(self, name, total, len(begins))
+            for part, first in enumerate(begins):
+                key, end = PartKey(name, sequence, part), min(numel, first + length)
+                cut = [tensor[first:end] for tensor in tensors]
+                server = self._turns[(turn + part) % len(self._turns)]
+                place = urgency if self._options.priority else 0
+                queued = _QueuedPart(place, next(self._numbers), key, server, cut, is_compressed)
+                self._under_way[key] = pending, total[first:end]
+                heapq.heappush(self._queue, queued)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._send_parts, name="push", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return pending
+
+    def parts_of(self, tensor: Tensor) -> int:
+        """Return the number of parts that a flat tensor is sent in."""
+        is_compressed = self._feedback is not None and tensor.is_floating_point()
+        return len(range(0, max(1, tensor.numel()), self._part_length(tensor.dtype, is_compressed=is_compressed)))
+
+    def wait_for(self, pending: PendingSum) -> None:
+        """Wait until the sum is complete; raises as `PendingSum.wait`."""
+        if pending.is_complete:
+            return
+        target = waits.Target(peer="other workers or servers")
+        with waits.waiting(waits.RANKS, target, f"sum of {pending.name!r}"), self._changed:
+            self._changed.wait_for(lambda: pending.is_complete or self._error is not None)
+        if not pending.is_complete:
+            assert self._error is not None
+            raise type(self._error)(*self._error.args)
+
+    def abort(self, reason: str) -> None:
+        """Make waits for sums that are not complete raise GenerationOver. For any thread."""
+        self._fail(GenerationOver(reason))
+
+    def close(self, reason: str = "the worker has left the group") -> None:
+        """End the connections, and the server in this process."""
+        self.abort(reason)
+        for connection in self._connections:
+            connection.close(reason)
+        if self._own is not None:
+            self._own.close(reason)
+
+    def _opened(self, endpoint: str | None) -> Connection:
+        if endpoint is not None:
+            return connections.connect(endpoint)
+        assert self._own is not None
+        near, far = inproc.pair("the server of this process")
+        self._own.accept(far)
+        return near
+
+    def _part_length(self, dtype: torch.dtype, *, is_compressed: bool) -> int:
+        size = _COMPRESSED_BYTES if is_compressed else min(self._options.partition_bytes, _WIRE_BYTES)
+        return max(1, size // dtype.itemsize)
+
+    def _send_parts(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._error is not None or (self._queue and self._unanswered < self._options.limit)
+                )
+                if self._error is not None:
+                    self._queue.clear()
+                    return
+                queued = heapq.heappop(self._queue)
+                self._unanswered += 1
+            connection = self._connections[queued.server]
+            try:
+                frame = part_frame(self._part_of(queued), by_reference=connection.is_same_process())
+                connection.send(frame)
+            except Exception as error:  # a closed connection, or no memory: waiting threads must know
+                self.abort(f"{type(error).__name__}: {error}")
+
+    def _part_of(self, queued: _QueuedPart) -> Part:
+        first = queued.tensors[0]
+        if not queued.is_compressed or self._feedback is None:
+            return Part(queued.key, first.numel(), first.dtype, queued.tensors)
+        form = self._feedback.encode((queued.key.name, queued.key.part), first)
+        return Part(queued.key, first.numel(), first.dtype, form, is_compressed=True)
+
+    def _on_frame(self, frame: Frame) -> None:
+        if frame.kind == frames.CHANNEL_NOTE:
+            self._fail(CollectiveMismatch(bytes(frame.body).decode()))
+            return
+        compression = self._options.compression
+        part = part_of(frame, compression)
+        with self._changed:
+            pending, into = self._under_way.pop(part.key)
+        if part.is_compressed and compression is not None:
+            into.copy_(compression.decode(part.tensors, part.numel))
+        else:
+            into.copy_(part.tensors[0])
+        with self._changed:
+            self._unanswered -= 1
+            pending.parts_left -= 1
+            self._changed.notify_all()
+
+    def _on_close(self, reason: str) -> None:
+        self.abort(f"a server is gone: {reason}")
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
