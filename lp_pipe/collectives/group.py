@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from lp_pipe.collectives.backend import Backend
 from lp_pipe.collectives.direct import joined_by_channels
 from lp_pipe.collectives.inproc import InprocBackend
 from lp_pipe.collectives.meeting_facts import Facts, open_shared
+from lp_pipe.collectives.push_pull import PushPull
 from lp_pipe.collectives.ranks import RanksBackend, new_rendezvous
 from lp_pipe.collectives.shm import is_shm_backend_supported
 from lp_pipe.connections import inproc, run_endpoints
@@ -51,39 +52,64 @@ class OwnEnd:
             self.hub.close("the group is joined in another way")
 
 
+class ServerLinks(Protocol):
+    """How a member of a group reaches the servers that sum for it."""
+
+    def open_own(self) -> str:
+        """Start this member's own server for the next generation; return where it listens, "" without one."""
+
+    def connect(self, membership: Membership, own: Sequence[str]) -> PushPull | None:
+        """Connect to all servers. own: where the members' own servers listen, in rank order.
+
+        Raises:
+            Unavailable: a server is gone for good, or the program stops.
+        """
+
+
 class Group:
     """The members of one generation, with the backend that joins them.
 
     Operations take and return pytrees of tensors; results are new tensors. `backend` has those on single tensors, and
-    `barrier`, `agree` and `abort`.
+    `barrier`, `agree` and `abort`. push_pull: the servers that sum for them; None: there are none.
     """
 
-    def __init__(self, membership: Membership, backend: Backend) -> None:
+    def __init__(self, membership: Membership, backend: Backend, push_pull: PushPull | None = None) -> None:
         self.membership = membership
         self.backend = backend
+        self.push_pull = push_pull
         self._subgroups: dict[tuple[int, ...], Group] = {}
         self._lock = threading.Lock()
         self._over = ""
 
     @classmethod
-    def meet(cls, group: str, generation: int = 0, backend: str = "auto") -> "Group":
+    def meet(cls, group: str, generation: int = 0, backend: str = "auto", links: ServerLinks | None = None) -> "Group":
         """Wait until all live nodes of this node's group have asked to meet; return the group.
 
         Its operations raise GenerationOver once a member has ended, or a node of the group asks to meet.
 
         generation: the least number of the new generation.
         backend: "inproc", "shm", "direct", "gloo" or "nccl"; "auto": the fastest exact one.
+        links: to servers that sum for the members.
 
         Raises:
-            Unavailable: the program stops.
+            Unavailable: the program stops, or a server is gone for good.
             ValueError: the backend does not exist, or cannot join these members.
         """
         if backend not in (*SHARING, "direct", *_RANKS):
             raise ValueError(f"backend must be one of {', '.join([*SHARING, 'direct', *_RANKS])}, got {backend!r}")
         node, own = context(), OwnEnd(backend)
+        if links is not None:
+            own.facts = own.facts._replace(server=links.open_own())
         with waits.waiting(waits.RANKS, waits.Target(peer="other nodes"), f"group {group!r}"):
             membership = node.services.meet(group, generation, own.facts.to_bytes()).result()
         found = cls(membership, open_backend(membership, backend, own))
+        if links is not None:
+            servers = [Facts.from_bytes(endpoint).server for endpoint in membership.endpoints]
+            try:
+                found.push_pull = links.connect(membership, servers)
+            except BaseException:
+                found.close()
+                raise
         over = node.services.generation_over(group, membership.generation)
         over.add_done_callback(lambda over: found.abort(str(over.exception() or over.result())))
         node.exit_stack.callback(found.close)
@@ -141,6 +167,8 @@ class Group:
         return found
 
     def close(self) -> None:
+        if self.push_pull is not None:
+            self.push_pull.close()
         for group in (*self._subgroups.values(), self):
             group.backend.close()
 
@@ -149,6 +177,8 @@ class Group:
         with self._lock:
             self._over = reason
             groups = (self, *self._subgroups.values())
+        if self.push_pull is not None:
+            self.push_pull.abort(reason)
         for group in groups:
             group.backend.abort(reason)
 

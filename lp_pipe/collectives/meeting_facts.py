@@ -17,7 +17,7 @@ class Facts(NamedTuple):
 
     token: differs at each meeting. file: how to open its RankFile; "": it has none. hub: where it receives channels;
         "": nowhere. can_share: whether it may be joined by memory. rendezvous: where torch's ranks meet if this is
-        rank 0.
+        rank 0. server: where its SumServer listens; "": it has none.
     """
 
     pid: int
@@ -26,6 +26,7 @@ class Facts(NamedTuple):
     hub: str
     can_share: bool
     rendezvous: str = ""
+    server: str = ""
 
     @classmethod
     def own(cls, hub: str, *, can_share: bool) -> "tuple[Facts, OwnRankFile | None]":

@@ -3,17 +3,18 @@
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from lp_pipe.address import Address
+from lp_pipe.collectives.compression import Compression
 from lp_pipe.collectives.group import Group
 from lp_pipe.context import context
 from lp_pipe.data_parallel.batch_norm import worker_of_node
 from lp_pipe.data_parallel.replica import Replica
+from lp_pipe.data_parallel.servers import GradientServer, Servers, WorkersLinks
 from lp_pipe.data_parallel.workers import ReplicaOptions, ReplicaWorkers, TrainingHasEnded
 from lp_pipe.errors import DataParallelError, NotSupported, Unavailable
 from lp_pipe.handles import CourierHandle, Handle, check_arguments
@@ -27,35 +28,6 @@ from lp_pipe.torch_version import refuse_too_old
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 BACKENDS = ("auto", "inproc", "shm", "direct", "gloo", "nccl")
-
-
-@dataclass(frozen=True)
-class Servers:
-    """Servers that workers push gradients to and pull sums from. Not there yet: `add_replicas` refuses them."""
-
-    count: int
-    colocated: bool = True
-    partition_bytes: int = 1 << 18
-    priority: bool = True
-    compression: Any = None
-    resources: Resources | None = None
-
-
-@dataclass(frozen=True)
-class TopK:
-    """Compression to the largest gradients, for `Servers`. Not there yet."""
-
-    ratio: float
-
-
-@dataclass(frozen=True)
-class OneBit:
-    """Compression to the signs of gradients, for `Servers`. Not there yet."""
-
-
-@dataclass(frozen=True)
-class Fp16:
-    """Compression to half precision, for `Servers`. Not there yet."""
 
 
 def add_replicas(
@@ -81,17 +53,17 @@ def add_replicas(
     workers: the number of processes, at most `replicas`, which does not change what is learnt; default: `replicas`.
         "2:8": from 2 to 8, started with 8.
     backend: how sums travel: "inproc" (threads), "shm" (one host), "direct" (any hosts), "gloo" and "nccl" (which do
-        not sum in the order of the replicas); "auto": the fastest exact one.
+        not sum in the order of the replicas); "auto": the fastest exact one. dp.Servers(...): by nodes that sum.
     seed: of the random numbers in shards.
     on_failure: what the death of a worker means. "stop": the program ends. "restart": the others wait for its
         successor, which gets their state. "shrink": the others go on without it, with its replicas.
     max_restarts: of each worker, with "restart".
-    mirror_every, mode: of what is not there yet (zero, servers).
+    mirror_every, mode: of what is not there yet (zero, mode="async").
     group, resources: label and Resources of the workers' nodes.
 
     Raises:
         DataParallelError: an option is wrong.
-        NotSupported: servers, or mode="async".
+        NotSupported: mode="async".
         TypeError: `train` does not take the arguments.
     """
     refuse_too_old(torch.__version__)
@@ -106,8 +78,17 @@ def add_replicas(
     if not isinstance(seed, int):
         raise DataParallelError(f"seed must be a whole number, got {seed!r}")
     least, most = _worker_counts(workers, replicas, on_failure)
-    options = ReplicaOptions(group, replicas, least, most, str(backend), seed, on_failure)
-    nodes = [CourierNode(ReplicaWorker, options, train, *args, **kwargs) for _ in range(most)]
+    servers = backend if isinstance(backend, Servers) else None
+    options = ReplicaOptions(
+        group, replicas, least, most, "auto" if isinstance(backend, Servers) else backend, seed, on_failure
+    )
+    handles: list[CourierHandle] = []
+    if servers is not None and servers.count:
+        restarts = "stop" if on_failure == "stop" else "restart"
+        server_group = program.group(f"{group}-servers", servers.resources, restarts, max_restarts)
+        with server_group:
+            handles = [program.add_node(CourierNode(GradientServer)) for _ in range(servers.count)]
+    nodes = [CourierNode(ReplicaWorker, options, (servers, handles), train, *args, **kwargs) for _ in range(most)]
     with program.group(
         group,
         resources=resources,
@@ -121,9 +102,20 @@ def add_replicas(
 class ReplicaWorker:
     """A worker: runs `train`, and answers the clients of the handle between two steps."""
 
-    def __init__(self, options: ReplicaOptions, train: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        options: ReplicaOptions,
+        servers: tuple[Servers | None, Sequence[CourierClient]],
+        train: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        asked, clients = servers
+        self._links = None if asked is None else WorkersLinks(asked, clients, context(), options.least)
+
         def meet(generation: int) -> Group:
-            return Group.meet(options.group, generation, options.backend)
+            return Group.meet(options.group, generation, options.backend, self._links)
 
         self._workers = ReplicaWorkers(options, context(), meet)
         self._replica = Replica(self._workers)
@@ -140,6 +132,8 @@ class ReplicaWorker:
             self._args, self._kwargs = (), {}
             user_code.call(self._train, self._replica, *args, **kwargs)
             steps.leave()
+            if self._links is not None:
+                self._links.finish()
         except TrainingHasEnded as error:
             _log.info("%s ends, because training has ended: %s", self._workers.node.name, error)
         finally:
@@ -235,11 +229,28 @@ def _check_mode(mode: str, backend: Any) -> None:
     if mode not in ("sync", "async"):
         raise DataParallelError(f"mode must be 'sync' or 'async', got {mode!r}")
     if isinstance(backend, Servers):
-        raise NotSupported("backend=dp.Servers(...) is not there yet: use backend='auto'")
+        _check_servers(backend)
+        if mode == "async":
+            raise NotSupported("mode='async' is not there yet: use mode='sync'")
+        return
     if mode == "async":
         raise DataParallelError("mode='async' needs servers: backend=dp.Servers(...)")
     if backend not in BACKENDS:
         raise DataParallelError(f"backend must be one of {', '.join(BACKENDS)}, or dp.Servers(...), got {backend!r}")
+
+
+def _check_servers(servers: Servers) -> None:
+    count, size = servers.count, servers.partition_bytes
+    if not isinstance(count, int) or isinstance(count, bool) or count < (0 if servers.colocated else 1):
+        least = "0 with colocated=True, or 1" if not servers.colocated else "0"
+        raise DataParallelError(f"dp.Servers(count) must be a whole number of at least {least}, got {count!r}")
+    if not isinstance(size, int) or size < 1:
+        raise DataParallelError(f"dp.Servers(partition_bytes=…) must be a whole number of at least 1, got {size!r}")
+    if servers.compression is not None and not isinstance(servers.compression, Compression):
+        raise DataParallelError(
+            f"dp.Servers(compression=…) must be dp.TopK(ratio), dp.OneBit(), dp.Fp16() or None, got "
+            f"{servers.compression!r}"
+        )
 
 
 def _worker_counts(workers: Any, replicas: int, on_failure: str) -> tuple[int, int]:

@@ -15,11 +15,13 @@ bucket of their own. After the update the bucket's memory carries the new parame
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lp_pipe.collectives.backend import Backend
+from lp_pipe.collectives.push_pull import PushPull
 from lp_pipe.errors import DataParallelError
 from lp_pipe.training.state_shards import flat, is_dense
 
@@ -36,6 +38,7 @@ class Exchange:
     backend: Backend | None  # None: there is one worker
     counts: Sequence[int]
     rank: int
+    push_pull: PushPull | None = None  # servers that sum in place of the backend
 
     @property
     def slots(self) -> int:
@@ -55,7 +58,7 @@ class Exchange:
 
         is_sharded: that which `add_shard` needs.
         """
-        if self.backend is None or self.slots == 1 == min(self.counts):
+        if self.backend is None or self.push_pull is not None or self.slots == 1 == min(self.counts):
             return None
         sizes = slots.numel(), slots.numel(), 0 if is_sharded else slots.shape[1]
         outgoing, incoming, total = (self.empty(size, slots.dtype) for size in sizes)
@@ -100,7 +103,7 @@ class Exchange:
 
 
 @dataclass
-class _Bucket:
+class Bucket:
     number: int
     slots: Tensor
     places: dict[int, tuple[int, int]]  # by number of the parameter: where its gradient begins, and where it ends
@@ -116,6 +119,8 @@ class GradientBuckets:
     extra_flags: returns this worker's other flags; called once a step, when the last bucket is complete.
     is_sharded: a worker gets the sums of its own shards only, see `own_shards`.
     """
+
+    has_flags_apart: ClassVar[bool] = False  # whether the flags are a bucket of their own
 
     def __init__(
         self,
@@ -309,7 +314,7 @@ class GradientBuckets:
     def _flags(self) -> Tensor:
         return self._buckets[-1].total[self._flags_at :]
 
-    def _layout(self, bucket_bytes: int) -> list[_Bucket]:
+    def _layout(self, bucket_bytes: int) -> list[Bucket]:
         """Return the buckets: parameters of one dtype, the last ones first."""
         found: list[tuple[torch.dtype, dict[int, tuple[int, int]], int]] = []
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -327,7 +332,7 @@ class GradientBuckets:
                 places[index] = end, end + numel
                 end += -(-numel // line) * line
             found.append((dtype, places, end))
-        if self._is_sharded or not found:  # the flags alone
+        if self._is_sharded or self.has_flags_apart or not found:  # the flags alone
             found.append((torch.float32, {}, 0))
         self._flags_at = found[-1][2]
         buckets = []
@@ -335,14 +340,14 @@ class GradientBuckets:
             numel = end + (len(self._parameters) + self._num_extra if number == len(found) - 1 else 0)
             padded = self._exchange.padded(numel)
             slots = self._exchange.empty(self._exchange.slots * padded, dtype).zero_()
-            bucket = _Bucket(number, slots.view(self._exchange.slots, padded), places, [], None)
+            bucket = Bucket(number, slots.view(self._exchange.slots, padded), places, [], None)
             is_sharded = self._is_sharded and number < len(found) - 1  # all workers need the whole flags
             bucket.scratch = self._exchange.scratch(bucket.slots, is_sharded=is_sharded)
             bucket.views = [{index: self._placed(slot, bucket, index) for index in places} for slot in bucket.slots]
             buckets.append(bucket)
         return buckets
 
-    def _placed(self, memory: Tensor, bucket: _Bucket, index: int) -> Tensor:
+    def _placed(self, memory: Tensor, bucket: Bucket, index: int) -> Tensor:
         """Return a parameter's part of a bucket's memory, with the parameter's strides."""
         parameter, (begin, end) = self._parameters[index], bucket.places[index]
         part = memory[begin:end]
@@ -383,10 +388,7 @@ class GradientBuckets:
         expected = self._expected.get(index, 0)
         bucket = self._bucket_of[index]
         if bucket.number < max(self._ready, self._summed):
-            raise DataParallelError(
-                f"{self._names[index]!r} got a gradient after the gradients of this step were summed: its last shard "
-                f"has had {expected} backwards in the step before, and has {window[index]} now"
-            )
+            raise self._too_late(index, expected, window[index])
         if window[index] == expected:
             bucket.pending -= 1
             if not bucket.pending:
@@ -394,6 +396,12 @@ class GradientBuckets:
                     while self._ready < len(self._buckets) and not self._buckets[self._ready].pending:
                         self._ready += 1
                     self._changed.notify_all()
+
+    def _too_late(self, index: int, expected: int, count: int) -> DataParallelError:
+        return DataParallelError(
+            f"{self._names[index]!r} got a gradient after the gradients of this step were summed: its last shard has "
+            f"had {expected} backwards in the step before, and has {count} now"
+        )
 
     def _run(self) -> None:
         """Sum buckets in their order, as they get complete, in a thread of their own."""
@@ -427,7 +435,14 @@ class GradientBuckets:
             self._summed += 1
 
     @torch.no_grad()
-    def _sum(self, bucket: _Bucket) -> None:
+    def _sum(self, bucket: Bucket) -> None:
+        self._complete(bucket)
+        is_shared = not self._is_sharded or bucket is self._buckets[-1]
+        add = self._exchange.add if is_shared else self._exchange.add_shard
+        bucket.total = add(bucket.slots, bucket.scratch)
+
+    def _complete(self, bucket: Bucket) -> None:
+        """Write into a bucket what no hook has: zeros of parameters without a gradient, and the flags."""
         for slot, views in enumerate(bucket.views[: self._exchange.counts[self._exchange.rank]]):
             for index, view in views.items():
                 if index not in self._fired[slot]:
@@ -437,6 +452,3 @@ class GradientBuckets:
             flags = [float(index in every) for index in range(len(self._parameters))] + [*self._extra_flags()]
             bucket.slots[:, self._flags_at :].zero_()
             bucket.slots[0, self._flags_at : self._flags_at + len(flags)] = torch.tensor(flags, dtype=torch.float32)
-        is_shared = not self._is_sharded or bucket is self._buckets[-1]
-        add = self._exchange.add if is_shared else self._exchange.add_shard
-        bucket.total = add(bucket.slots, bucket.scratch)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lp_pipe.collectives.backend import Call
 from lp_pipe.data_parallel.buckets import Exchange, GradientBuckets
+from lp_pipe.data_parallel.served_buckets import ServedBuckets
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
 from lp_pipe.training.state_shards import OwnShard, OwnShardState, StateShards, flat, is_dense, joined
@@ -234,8 +235,14 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         states = self._shards.states() if self._shards is not None else {}
         # The norm for clipping is of whole gradients: its bits depend on the order in which torch adds up.
         has_whole_sums = not self.is_sharded or self._clip_grad_norm is not None
-        self._buckets = GradientBuckets(
-            trained, self._exchange, self._bucket_bytes, self._extra_flags, is_sharded=not has_whole_sums
+        is_served = self._exchange.push_pull is not None
+        kind = ServedBuckets if is_served else GradientBuckets
+        self._buckets = kind(
+            trained,
+            self._exchange,
+            self._bucket_bytes,
+            self._extra_flags,
+            is_sharded=not (has_whole_sums or is_served),
         )
         self._layout = [name for name, _ in trained]
         if self.is_sharded:

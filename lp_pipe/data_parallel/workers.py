@@ -102,7 +102,8 @@ class ReplicaWorkers:
         """How the replicas' parts are summed in this generation."""
         world = self.membership.world_size
         counts = [len(hosted_replicas(rank, world, self.options.replicas)) for rank in range(world)]
-        return Exchange(self.backend if world > 1 else None, counts, self.membership.rank)
+        backend = self.backend if world > 1 else None
+        return Exchange(backend, counts, self.membership.rank, self.group.push_pull)
 
     def meet(self) -> Group:
         """Meet all live workers, under the next generation.

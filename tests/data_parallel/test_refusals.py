@@ -27,7 +27,9 @@ def nothing(replica: dp.Replica) -> None: ...
         ({"replicas": 2, "on_failure": "ignore"}, DataParallelError, "ignore"),
         ({"replicas": 2, "backend": "mpi"}, DataParallelError, "mpi"),
         ({"replicas": 2, "mode": "async"}, DataParallelError, "Servers"),
-        ({"replicas": 2, "backend": dp.Servers(2)}, NotSupported, "Servers"),
+        ({"replicas": 2, "backend": dp.Servers(2), "mode": "async"}, NotSupported, "async"),
+        ({"replicas": 2, "backend": dp.Servers(0, colocated=False)}, DataParallelError, "got 0"),
+        ({"replicas": 2, "backend": dp.Servers(1, compression="topk")}, DataParallelError, "topk"),
         ({"replicas": 2, "what": 1}, TypeError, "what"),
     ],
 )
