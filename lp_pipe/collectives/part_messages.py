@@ -51,7 +51,7 @@ class Part(NamedTuple):
     is_compressed: bool = False
 
 
-class Hello(NamedTuple):
+class ServerHello(NamedTuple):
     """The first message of a worker. workers: how many there are. compression: as `Compression.to_text`; "": none."""
 
     generation: int
@@ -65,7 +65,7 @@ class Hello(NamedTuple):
         return Frame(frames.CHANNEL_OPEN, self.generation, self.name, body)
 
     @classmethod
-    def of(cls, frame: Frame) -> "Hello":
+    def of(cls, frame: Frame) -> "ServerHello":
         return cls(frame.id, frame.name, *json.loads(bytes(frame.body)))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from lp_pipe import connections
 from lp_pipe.collectives.backend import GenerationOver
 from lp_pipe.collectives.compression import Compression, ErrorFeedback
-from lp_pipe.collectives.part_messages import Hello, Part, PartKey, begin, part_frame, part_of
+from lp_pipe.collectives.part_messages import Part, PartKey, ServerHello, begin, part_frame, part_of
 from lp_pipe.collectives.sum_server import SumServer
 from lp_pipe.connections import Connection, Frame, frames, inproc
 from lp_pipe.errors import CollectiveMismatch
@@ -137,7 +137,7 @@ class PushPull:
         self._thread: threading.Thread | None = None
         compression = options.compression.to_text() if options.compression else ""
         members = membership.members
-        hello = Hello(membership.generation, members[self.rank], self.rank, len(members), compression)
+        hello = ServerHello(membership.generation, members[self.rank], self.rank, len(members), compression)
         try:
             for endpoint in endpoints:
                 self._connections.append(begin(self._opened(endpoint), self._on_frame, self._on_close))

@@ -10,7 +10,7 @@ from torch import Tensor
 from lp_pipe import connections
 from lp_pipe.collectives.backend import mismatch_text
 from lp_pipe.collectives.compression import Compression, ErrorFeedback
-from lp_pipe.collectives.part_messages import Hello, Part, PartKey, begin, part_frame, part_of
+from lp_pipe.collectives.part_messages import Part, PartKey, ServerHello, begin, part_frame, part_of
 from lp_pipe.connections import Connection, Frame, frames, run_endpoints
 from lp_pipe.errors import Unavailable
 
@@ -60,7 +60,7 @@ class SumServer:
         for worker in workers.values():
             worker.connection.close(reason)
 
-    def join(self, worker: "_Worker", hello: Hello) -> None:
+    def join(self, worker: "_Worker", hello: ServerHello) -> None:
         """Take in a worker that has said who it is."""
         with self._lock:
             is_late = hello.generation < self._generation or self._is_closed
@@ -140,7 +140,7 @@ class SumServer:
 class _Worker:
     """A worker at the other end of a connection."""
 
-    hello: Hello
+    hello: ServerHello
 
     def __init__(self, server: SumServer, connection: Connection) -> None:
         self._server = server
@@ -157,7 +157,7 @@ class _Worker:
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == frames.CHANNEL_OPEN:
-            self.hello = Hello.of(frame)
+            self.hello = ServerHello.of(frame)
             self._server.join(self, self.hello)
         else:
             self._server.take(self, part_of(frame, self._server.compression))
