@@ -15,6 +15,7 @@ from lp_pipe.context import context
 from lp_pipe.data_parallel.batch_norm import worker_of_node
 from lp_pipe.data_parallel.replica import Replica
 from lp_pipe.data_parallel.servers import GradientServer, Servers, WorkersLinks
+from lp_pipe.data_parallel.step_times import SlowReplica
 from lp_pipe.data_parallel.workers import ReplicaOptions, ReplicaWorkers, TrainingHasEnded
 from lp_pipe.errors import DataParallelError, NotSupported, Unavailable
 from lp_pipe.handles import CourierHandle, Handle, check_arguments
@@ -157,6 +158,10 @@ class ReplicaWorker:
         """Return the workers of this generation."""
         return self._replica.own_steps.ask(lambda: self._workers.membership)
 
+    def stragglers(self) -> list[SlowReplica]:
+        """Return the workers that compute much slower than the others, or than at first; rank 0 knows them."""
+        return self._replica.own_steps.ask(lambda: self._replica.own_steps.times.stragglers)
+
     def _fingerprint(self) -> str:
         digest = hashlib.sha256()
         for model in self._replica.own_steps.state.models:
@@ -187,6 +192,10 @@ class ReplicasClient:
     def membership(self) -> Membership:
         """Return the workers: `.world_size`, `.members`, `.generation`."""
         return self._first(lambda worker: worker.membership())
+
+    def stragglers(self) -> list[SlowReplica]:
+        """Return the workers that compute much slower than the others, or than at first."""
+        return self._first(lambda worker: worker.stragglers())
 
     def _first(self, question: Callable[[ReplicaWorker], T]) -> T:
         for worker in self._workers[:-1]:

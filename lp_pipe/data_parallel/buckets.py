@@ -13,6 +13,7 @@ bucket of their own. After the update the bucket's memory carries the new parame
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from lp_pipe.collectives.backend import Backend
 from lp_pipe.collectives.push_pull import PushPull
 from lp_pipe.errors import DataParallelError
+from lp_pipe.telemetry import waits
 from lp_pipe.training.state_shards import flat, is_dense
 
 _LINE_BYTES = 64
@@ -102,6 +104,16 @@ class Exchange:
         return whole[self.rank * size : (self.rank + 1) * size]
 
 
+@dataclass(frozen=True)
+class BucketSum:
+    """The sum of one bucket in a step: when it began and ended, by time.monotonic(), waits for others included."""
+
+    number: int
+    num_bytes: int
+    began: float
+    ended: float
+
+
 @dataclass
 class Bucket:
     number: int
@@ -148,6 +160,7 @@ class GradientBuckets:
         self._changed = threading.Condition()
         self._ready = 0  # so many buckets may be summed
         self._summed = 0
+        self.sums: list[BucketSum] = []  # of this step
         self._is_busy = False
         self._is_closed = False
         self._error: BaseException | None = None
@@ -175,6 +188,7 @@ class GradientBuckets:
             fired.clear()
         self._slot, self._window, self._sends_early, self._is_after_window = 0, None, False, False
         self._ready = self._summed = 0
+        self.sums = []
         for bucket in self._buckets:
             bucket.pending = len(bucket.places)
 
@@ -414,7 +428,7 @@ class GradientBuckets:
                 bucket = self._buckets[self._summed]
             error: BaseException | None = None
             try:
-                self._sum(bucket)
+                self._timed_sum(bucket)
             except BaseException as caught:  # belongs to the thread that waits for the sums
                 error = caught
             with self._changed:
@@ -426,13 +440,21 @@ class GradientBuckets:
     def _sum_rest(self) -> None:
         with self._changed:
             self._ready = 0  # the thread takes no other bucket
-            self._changed.wait_for(lambda: not self._is_busy)
+            if self._is_busy:
+                with waits.waiting(waits.RANKS, waits.Target(peer="other workers"), "the sum of gradients"):
+                    self._changed.wait_for(lambda: not self._is_busy)
             error, self._error = self._error, None
         if error is not None:
             raise error
         while self._summed < len(self._buckets):
-            self._sum(self._buckets[self._summed])
+            self._timed_sum(self._buckets[self._summed])
             self._summed += 1
+
+    def _timed_sum(self, bucket: Bucket) -> None:
+        began = time.monotonic()
+        self._sum(bucket)
+        num_bytes = bucket.slots[0].numel() * bucket.slots.dtype.itemsize
+        self.sums.append(BucketSum(bucket.number, num_bytes, began, time.monotonic()))
 
     @torch.no_grad()
     def _sum(self, bucket: Bucket) -> None:

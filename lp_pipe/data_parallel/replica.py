@@ -241,7 +241,8 @@ class Replica(NormalizesBatches):
             if number == len(shards):
                 self.own_steps.open_window()
             seed, microbatch = self._workers.options.seed, first.get(shard.replica, 0) + shard.microbatch
-            with PausableRng(seed, shard.replica, self.own_steps.state.step, microbatch) as self._rng:
+            self._rng = PausableRng(seed, shard.replica, self.own_steps.state.step, microbatch)
+            with self.own_steps.times.entering(self._rng):
                 try:
                     yield shard
                 finally:
@@ -271,7 +272,7 @@ class Replica(NormalizesBatches):
     def _run_on(
         self, find_group: Callable[[], Group | None], operation: Callable[[Group], list[Tensor]]
     ) -> list[Tensor] | None:
-        with self._waiting():
+        with self.own_steps.times.waiting(), self._waiting():
             try:
                 group = find_group()
                 return None if group is None else operation(group)

@@ -14,6 +14,7 @@ from lp_pipe.collectives.group import Group
 from lp_pipe.context import stop_event
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
 from lp_pipe.data_parallel.rejoining import Position, Rejoining, is_step_finished
+from lp_pipe.data_parallel.step_times import StepTimes
 from lp_pipe.data_parallel.training_state import TrainingState
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, Unavailable
@@ -44,6 +45,7 @@ class _CurrentStep:
     microbatches: dict[int, int] = field(default_factory=dict)  # by replica
     fires_at_call: int | None = None  # gradients since the last shard began, when the user called a collective
     changed: list[bool] = field(default_factory=list)  # buffers that replica 0 has written to
+    ms_by_rank: list[float] = field(default_factory=list)  # of computation per micro-batch
 
     @property
     def has_values(self) -> bool:
@@ -58,6 +60,7 @@ class ReplicaSteps:
         self.workers = workers
         self._options = workers.options
         self.state = TrainingState(workers)
+        self.times = StepTimes(workers)
         self._rejoining = Rejoining(workers, self.state)
         self._now: _CurrentStep | None = None
         self._met: list[Position] = []  # the workers at the last meeting
@@ -86,6 +89,7 @@ class ReplicaSteps:
                 before = self.state.step
                 yield self.state.step
                 self._close()
+                self.times.log(self.state.step, count)
                 if save_every and self.state.step > before and self.state.step % save_every == 0:
                     self.state.save()
             self.state.wait_until_saved()
@@ -188,20 +192,24 @@ class ReplicaSteps:
         may_finish = False
         if now.has_values:
             with self._over_noted():
-                optimizer.buckets.finish()
+                with self.times.summing():
+                    optimizer.buckets.finish()
                 self._note_flags(now, optimizer)
                 if is_last:
-                    self.state.share_buffers(now.changed)
-                    may_finish = True
-                    self._agree()
+                    with self.times.waiting():
+                        self.state.share_buffers(now.changed)
+                        may_finish = True
+                        self._agree()
+                    self.times.begin_next_step()
         if now.is_over and not now.has_met:
             self._meet_again(now, may_finish=may_finish)
         if now.phase is StepPhase.DROPPED:
             optimizer.clear_gradients()
             return False
-        with step_rng(self._options.seed, _OPTIMIZER_PLACE, self.state.step, len(now.stepped)):
+        with self.times.entering(step_rng(self._options.seed, _OPTIMIZER_PLACE, self.state.step, len(now.stepped))):
             optimizer.apply(keeps_undo=self._options.may_change and not is_last)
-        optimizer.exchange_updates()  # not before: workers in other threads wait for the random numbers
+        with self.times.waiting():
+            optimizer.exchange_updates()  # not before: workers in other threads wait for the random numbers
         now.stepped.append(optimizer)
         if is_last:
             now.phase = StepPhase.COMMITTED
@@ -237,29 +245,36 @@ class ReplicaSteps:
                 optimizer.undo()
             now.undo()
         else:
+            if now.ms_by_rank and not now.has_met:
+                sums = [one for optimizer in self.state.optimizers for one in optimizer.buckets.sums]
+                self.times.note(self.state.step, now.ms_by_rank, sums)
             self.state.step += 1
             self._usual_shards_calls = now.shards_calls
         if now.has_met:
             self._overlaps = False
             self._rejoining.synchronize(self._met)
+            self.times.begin()
 
     # ---- sums and commits ----
 
     def _flags(self) -> list[float]:
-        """Return what all workers must know of this one: whether gradients came after a collective, and its buffers."""
+        """Return what all workers must know of this one: gradients after a collective, its time, its buffers."""
         now = self._now
         is_late = now is not None and now.fires_at_call is not None and self._fires > now.fires_at_call
         hosts_first = self.workers.replicas.start == 0
         changed = self.state.buffers.changed_by(0) if hosts_first else [False] * self.state.buffers.count
-        return [float(is_late), *map(float, changed)]
+        own_ms = self.times.by_rank(sum(now.microbatches.values()) if now is not None else 1)
+        return [float(is_late), *own_ms, *map(float, changed)]
 
     @property
     def _fires(self) -> int:
         return sum(optimizer.buckets.fires_in_window for optimizer in self.state.optimizers)
 
     def _note_flags(self, now: _CurrentStep, optimizer: ReplicaOptimizer) -> None:
-        is_late, *changed = optimizer.buckets.extra_flags
-        now.changed = [bool(flag) for flag in changed]
+        world = self.workers.membership.world_size
+        is_late, *others = optimizer.buckets.extra_flags
+        now.ms_by_rank = others[:world]
+        now.changed = [bool(flag) for flag in others[world:]]
         self._overlaps = not is_late
         optimizer.buckets.learn()
 
