@@ -43,7 +43,7 @@ class ChannelHub:
         """
         if credits < 1:
             raise ValueError(f"channel {channel!r} of {self.name}: credits must be at least 1, got {credits}")
-        receiver = Receiver(channel, credits, device)
+        receiver = Receiver(channel, credits, device, self.name)
         with self._lock:
             if self._closed_reason is not None:
                 raise ChannelClosed(f"channel {channel!r} of {self.name}: {self._closed_reason}")

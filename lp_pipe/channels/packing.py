@@ -76,6 +76,10 @@ class Layout:
         return [spec for spec in self.specs if spec is not None]
 
     @cached_property
+    def size_bytes(self) -> int:
+        return sum(spec.size_bytes for spec in self.tensor_specs)
+
+    @cached_property
     def offsets(self) -> list[int]:
         """Offsets of the tensors in one block of memory; the last entry is the block's size."""
         sizes = (-(-spec.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for spec in self.tensor_specs)

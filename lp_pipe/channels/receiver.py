@@ -17,14 +17,16 @@ from lp_pipe.channels.reading_condition import ReadingCondition
 from lp_pipe.channels.shm_queue import MANY_CREDITS, ShmQueue
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.errors import ChannelClosed, Unavailable
-from lp_pipe.telemetry import waits
+from lp_pipe.telemetry import tracing, waits
 
 
 class Receiver:
     """A channel's receiving end, made by `ChannelHub.receiver`. Any thread may use it."""
 
-    def __init__(self, channel: str, credits: int, device: torch.device = packing.CPU) -> None:
+    def __init__(self, channel: str, credits: int, device: torch.device = packing.CPU, node: str = "") -> None:
         self.channel = channel
+        self._node = node
+        self._num_accepted = 0
         self.credits = credits
         self.device = device
         self._waits_for = waits.Target()
@@ -51,7 +53,8 @@ class Receiver:
             ChannelClosed: the peer closed or died, or this operation was aborted.
             TimeoutError: nothing came within `timeout_s`.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        recorder, start = tracing.recorder, time.monotonic()
+        deadline = None if timeout_s is None else start + timeout_s
         while (message := self._next_message(tag, deadline, timeout_s)).tag < tag:
             self._drop(message)
         assert self._transport is not None
@@ -62,6 +65,10 @@ class Receiver:
             raise ChannelClosed(f"{self._label}: {self._failure_reason(str(error))}") from error
         finally:
             self._return_credit(message.token)
+            if recorder is not None:
+                flow = f"{self.channel}>{self._node}#{message.number}"
+                sender = {"from": self._waits_for.peer}
+                recorder.add("receive", tracing.TRANSFER, start, time.monotonic(), flow, **sender)
 
     def abort(self, tag: int, reason: str) -> None:
         """Make receives with this tag and lower ones raise ChannelClosed, also a blocked one; drop their messages."""
@@ -241,7 +248,8 @@ class Receiver:
 
     def _message(self, tag: int, token: int, buffers: Sequence[Any] = ()) -> "_Message":
         assert self._transport is not None and self._layout is not None
-        return _Message(tag, token, self._layout, self._transport.accept(token, buffers))
+        self._num_accepted += 1
+        return _Message(tag, token, self._layout, self._transport.accept(token, buffers), self._num_accepted)
 
     def _on_note(self, note: bytes) -> None:
         assert self._transport is not None
@@ -271,3 +279,4 @@ class _Message(NamedTuple):
     token: int
     layout: _PackedLayout
     parcel: Any
+    number: int  # the first message of the channel has 1

@@ -1,6 +1,7 @@
 """The sending end of a channel."""
 
 import threading
+import time
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lp_pipe.channels.shm_queue import ShmQueue, is_shm_queue_supported
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.connections.resource_limits import describe_error
 from lp_pipe.errors import ChannelClosed, Unavailable
-from lp_pipe.telemetry import waits
+from lp_pipe.telemetry import edges, tracing, waits
 
 
 class Sender:
@@ -31,12 +32,16 @@ class Sender:
         waits_for: waits.Target,
         *,
         carries_gpu: bool,
+        channel: str = "",
     ) -> None:
         self.carries_gpu = carries_gpu
         self._connection = connection
         self._transport = transport
         self._label = label
         self._waits_for = waits_for
+        self._channel = channel
+        self._edge = edges.counter_to(waits_for.peer, is_channel=True)
+        self._num_sent = 0
         self._packer = Packer(carries_gpu=carries_gpu)
         self._layout: Layout | None = None  # the one that the receiver has
         # Held for a whole send, so that messages are sent in the order in which they took their layouts. The state's
@@ -62,6 +67,7 @@ class Sender:
             ChannelClosed: the peer closed or died, or this operation was aborted.
             OSError: there are no descriptors or no memory for this message; the channel is unchanged.
         """
+        recorder, start = tracing.recorder, time.monotonic()
         with self._send_lock:
             layout, tensors = self._packer.pack(value)
             header = b"" if layout is self._layout else layout.encode()
@@ -70,6 +76,12 @@ class Sender:
             self._take_credit(tag)
             self._layout = layout
             self._send(tag, layout, header, tensors)
+            self._num_sent = number = self._num_sent + 1
+        self._edge.number += 1
+        self._edge.bytes_sent += layout.size_bytes
+        if recorder is not None:
+            to, flow = self._waits_for.peer, f"{self._channel}>{self._waits_for.peer}#{number}"
+            recorder.add("send", tracing.TRANSFER, start, time.monotonic(), flow, to=to, bytes=layout.size_bytes)
 
     @property
     def keeps_on_gpu(self) -> bool:
@@ -214,7 +226,7 @@ def open_sender(
         carrier = connections.connect(chosen.sender_endpoint(endpoint))
         connection = QueuedConnection(carrier) if chosen.is_sent_by_thread else carrier
         target = waits.Target(where, peer=peer)
-        sender = Sender(connection, transport, label, target, carries_gpu=chosen.carries_gpu)
+        sender = Sender(connection, transport, label, target, carries_gpu=chosen.carries_gpu, channel=channel)
     except OSError as error:  # Unavailable is one, too
         raise Unavailable(f"{label}: {describe_error(error)}") from error
     has_queue = is_shm_queue_supported and chosen.has_shm_queue and isinstance(carrier, PulledConnection)

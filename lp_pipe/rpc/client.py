@@ -23,7 +23,7 @@ from lp_pipe.rpc.reconnector import Reconnector
 from lp_pipe.rpc.remote_method import RemoteMethod
 from lp_pipe.rpc.served_methods import LIST_METHODS, START_WITHOUT_STATE
 from lp_pipe.rpc.stream_consumer import ItemStream, RemoteIterator
-from lp_pipe.telemetry import waits
+from lp_pipe.telemetry import edges, waits
 
 if TYPE_CHECKING:
     from lp_pipe.rpc.aio import Aio
@@ -75,6 +75,7 @@ class CourierClient:
         self._peer = peer or address
         self._reconnector = Reconnector(address, self._call_timeout_s, wait_for_ready, address_id, self._peer)
         self._wait_target = self._reconnector.target
+        self._edge = edges.counter_to(peer, address_id or "")
 
     @property
     def futures(self) -> Futures:
@@ -125,6 +126,7 @@ class CourierClient:
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deadline = self._deadline()
         payload = self._encode(method, args, kwargs)
+        self._count(payload)
         depths, thread = nesting.depths, get_ident()
         depth = depths.get(thread, 0)
         try:
@@ -168,6 +170,7 @@ class CourierClient:
     ) -> None:
         """Send a call without waiting for anything; every error except those of arguments goes to `call`."""
         task = _AsyncCall(method, self._encode(method, args, kwargs), call, cancel, self._deadline())
+        self._count(task.payload)
         depths, thread = nesting.depths, get_ident()
         depth = depths.get(thread, 0)
         try:
@@ -238,6 +241,11 @@ class CourierClient:
         if isinstance(error, Unavailable):
             return caused_by_first_failure(self._reconnector.services, error, f"{self._peer}.{method}(): {error}")
         return SerializationError(f"{self._peer}.{method}(): the arguments are too large: {error}")
+
+    def _count(self, payload: codec.Payload) -> None:
+        edge = self._edge
+        edge.number += 1
+        edge.bytes_sent += len(payload.body) if not payload.buffers else payload.size_bytes
 
     def _encode(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> codec.Payload:
         try:

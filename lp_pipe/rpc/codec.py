@@ -40,6 +40,11 @@ class Payload(NamedTuple):
     body: bytes
     buffers: Sequence[Any]
 
+    @property
+    def size_bytes(self) -> int:
+        """The number of bytes, without objects of the same process."""
+        return len(self.body) + sum(one.nbytes if isinstance(one, memoryview) else 0 for one in self.buffers)
+
     def captured(self) -> "Payload":
         """Return a payload with its own copy of the memory that the buffers refer to."""
         return Payload(self.body, [bytearray(one) if isinstance(one, memoryview) else one for one in self.buffers])

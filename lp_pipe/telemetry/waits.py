@@ -96,6 +96,38 @@ _innermost: dict[int, waiting] = {}  # by thread
 _awaited: dict[int, waiting] = {}
 
 
+def record_with(record: Callable[[waiting], object] | None) -> None:
+    """Call `record` at the end of each wait and handler of a thread, from now on; None: no more.
+
+    The method is replaced, so that waits which are not recorded pay nothing for it.
+    """
+    if record is None:
+        waiting.__exit__ = _plain_exit  # type: ignore[method-assign]
+        return
+
+    def recorded_exit(
+        self: waiting, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        record(self)
+        _plain_exit(self, kind, error, trace)
+
+    waiting.__exit__ = recorded_exit  # type: ignore[method-assign]
+
+
+_plain_exit = waiting.__exit__
+
+
+def open_waits() -> list[tuple[int, waiting]]:
+    """Return the waits and handlers that have not ended, with their threads, outermost first."""
+    return [(ident, one) for ident, last in dict(_innermost).items() for one in reversed(list(_outwards(last)))]
+
+
+def node_of(ident: int) -> NodeContext | None:
+    """Return the node of a thread."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    return context_of_thread(threads.get(ident))
+
+
 class Activity(NamedTuple):
     """A wait or a handler of a thread.
 

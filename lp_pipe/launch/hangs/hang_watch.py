@@ -16,6 +16,7 @@ from lp_pipe.launch.host import Host
 from lp_pipe.launch.supervision.messages import Failure, View
 from lp_pipe.launched import launcher_of
 from lp_pipe.telemetry import waits
+from lp_pipe.telemetry.edges import edge_counts
 from lp_pipe.telemetry.positions import positions
 
 _log = logging.getLogger(__name__)
@@ -80,9 +81,13 @@ class HangWatch:
             self._report_idle(graph)
             looked = time.monotonic()
 
+    def views(self) -> list[View]:
+        """Return what all processes do, as they said last, and ask them to say it again."""
+        return [self._look_here(), *self._host.look(self._limit_s * _WORTH_A_PLACE)]
+
     def _look(self) -> WaitGraph:
         return WaitGraph(
-            [self._look_here(), *self._host.look(self._limit_s * _WORTH_A_PLACE)],
+            self.views(),
             self._coordinator.plan.owners,
             self._coordinator.states(),
             self._limit_s,
@@ -100,7 +105,10 @@ class HangWatch:
                 found.append(one._replace(node=name))
             elif one.address_id in owners and node is launcher_of(one.address_id):
                 found.append(one)
-        return View(found, waits.pools(), [text for node, text in positions() if node.services in names])
+        places = [text for node, text in positions() if node.services in names]
+        edges = [one for one in edge_counts(None) if one.address_id in owners]
+        edges += [one for node in names for one in edge_counts(node)]
+        return View(found, waits.pools(), places, edges=edges)
 
     def _report_cycles(self, graph: WaitGraph) -> set[WaitKey]:
         """Report each cycle once. Return the waits of deadlocks, which need no further report."""

@@ -37,8 +37,10 @@ from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import child_processes, codec, main_module
 from lp_pipe.rpc.fork_guard import ForkGuard, no_endpoint
 from lp_pipe.rpc.remote_error import printable
-from lp_pipe.telemetry import waits
+from lp_pipe.telemetry import tracing, waits
+from lp_pipe.telemetry.edges import edge_counts
 from lp_pipe.telemetry.positions import positions
+from lp_pipe.telemetry.tracing import TraceBatch
 
 R = TypeVar("R")
 
@@ -98,6 +100,7 @@ class Supervision(MessageServices):
 
     def close(self) -> None:
         """Report a test's faults, and close the connection."""
+        tracing.end()
         for rule, hits in fault_injection.hits().items():
             self._peer.tell_if_open(messages.LastHits(rule, hits))
         self._connection.close("the node has ended")
@@ -189,6 +192,8 @@ class Supervision(MessageServices):
                 calls = self.count_calls()
                 if calls is not None:
                     self._peer.tell_if_open(messages.CallsTaken(calls))
+            case messages.SetTracing():
+                self._set_tracing(message.is_on)
             case messages.Look():
                 self._peer.tell_if_open(messages.Waits(self._view(message.old_s)))
         return None
@@ -197,7 +202,18 @@ class Supervision(MessageServices):
         # Left out: threads that are nodes of a program which this node has launched. That program watches them itself.
         own = [one for node, one in waits.look(old_s) if node is None or node.services is self]
         places = [text for node, text in positions() if node.services is self]
-        return View(own, waits.pools(), places)
+        return View(own, waits.pools(), places, edges=edge_counts(self))
+
+    def _set_tracing(self, is_on: bool) -> None:
+        if not is_on:  # in a thread of its own: this one reads the connection, and the last spans may be many
+            threading.Thread(target=tracing.end, name="end of a trace", daemon=True).start()
+        elif not tracing.begin(self._send_spans):
+            self._peer.tell_if_open(messages.SpansRecorded(TraceBatch([], {}, is_last=True)))
+
+    def _send_spans(self, batches: Mapping[NodeContext | None, TraceBatch]) -> None:
+        own = [batch for node, batch in batches.items() if node is None or node.services is self]
+        for batch in own:
+            self._peer.tell_if_open(messages.SpansRecorded(batch))
 
     def _on_close(self, reason: str) -> None:
         reason = f"the launcher went away: {reason}"

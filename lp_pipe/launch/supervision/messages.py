@@ -12,6 +12,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from lp_pipe.connections.frames import Piece
 from lp_pipe.membership import Membership
+from lp_pipe.telemetry.edges import EdgeCount
+from lp_pipe.telemetry.tracing import TraceBatch, TraceSpan
 from lp_pipe.telemetry.waits import Activity, PoolStatus
 
 R = TypeVar("R")
@@ -58,6 +60,7 @@ class View(NamedTuple):
     silence_s: how long ago the process reported.
     process_state: the kernel's letter for the state of a process that does not answer ("T": stopped, "Z": dead); "" if
         not known.
+    edges: what has gone to other nodes.
     template: of a dead process, the pid of the template process, which has not reported that; 0: of no interest.
     """
 
@@ -68,6 +71,7 @@ class View(NamedTuple):
     silence_s: float = 0.0
     process_state: str = ""
     template: int = 0
+    edges: Sequence[EdgeCount] = ()
 
 
 # Of a node's code, about itself or an address, by its id.
@@ -187,6 +191,13 @@ class LogEvent(Notice):
 
 
 @dataclass(frozen=True)
+class SpansRecorded(Notice):
+    """What the node's process has done while it is traced. With `is_last`, the trace has ended there."""
+
+    batch: TraceBatch
+
+
+@dataclass(frozen=True)
 class CallsTaken(Notice):
     """The number of calls that the node's servers have taken since it started."""
 
@@ -299,6 +310,13 @@ class Look(Notice):
 
 
 @dataclass(frozen=True)
+class SetTracing(Notice):
+    """Begin or end to record spans, which come as `SpansRecorded`."""
+
+    is_on: bool
+
+
+@dataclass(frozen=True)
 class Stacks(Question[str]):
     """The Python stacks of all threads, as text."""
 
@@ -314,7 +332,7 @@ _LOADED: dict[tuple[str, str], type] = {
     (kind.__module__, kind.__qualname__): kind
     for kind in [
         *(found for found in list(globals().values()) if isinstance(found, type) and found.__module__ == __name__),
-        *(Activity, PoolStatus, Membership),
+        *(Activity, PoolStatus, Membership, EdgeCount, TraceBatch, TraceSpan),
     ]
 }
 
