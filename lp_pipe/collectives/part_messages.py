@@ -88,8 +88,8 @@ def part_of(frame: Frame, compression: Compression | None) -> Part:
     return Part(PartKey(frame.name, sequence, number), numel, dtype, tensors, bool(is_compressed))
 
 
-def is_supported(dtype: torch.dtype) -> bool:
-    """Return whether tensors of this dtype can be sent."""
+def is_summed_by_servers(dtype: torch.dtype) -> bool:
+    """Return whether servers take tensors of this dtype."""
     return dtype in _NUMBERS
 
 

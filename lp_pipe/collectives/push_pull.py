@@ -10,7 +10,7 @@ import heapq
 import itertools
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +28,7 @@ from lp_pipe.telemetry import waits
 
 _WIRE_BYTES = 128 << 10  # of a part: smaller ones cost more processor time, larger ones wait longer for their server
 _COMPRESSED_BYTES = 512 << 10  # of a part before its compression
+OnDone = Callable[[Exception | None], None]
 _TURNS = 240  # of the servers, before they repeat
 
 
@@ -67,13 +68,24 @@ def server_turns(shares: Sequence[float]) -> list[int]:
 
 
 class PendingSum:
-    """A sum that is on its way."""
+    """A sum that is on its way.
 
-    def __init__(self, owner: "PushPull", name: str, total: Tensor, parts: int) -> None:
+    on_done: called once, in any thread, when it is complete, with None, or when it will never be, with the reason.
+    """
+
+    def __init__(
+        self,
+        owner: "PushPull",
+        name: str,
+        total: Tensor,
+        parts: int,
+        on_done: Callable[[Exception | None], None] | None,
+    ) -> None:
         self._owner = owner
         self.name = name
         self.total = total
         self.parts_left = parts
+        self.on_done = on_done
 
     @property
     def is_complete(self) -> bool:
@@ -155,6 +167,7 @@ class PushPull:
         turn: int | None = None,
         *,
         compresses: bool = True,
+        on_done: OnDone | None = None,
     ) -> PendingSum:
         """Begin to sum flat tensors of one size: all of rank 0 in order, then all of rank 1, and so on.
 
@@ -166,6 +179,7 @@ class PushPull:
         urgency: parts of sums with a smaller number are sent first, if the option `priority` is set.
         turn: of the first part among the parts of all tensors, where these are known: so all servers get their share.
         compresses: whether the option `compression` holds for this sum.
+        on_done: see PendingSum.
         """
         dtype, numel = total.dtype, total.numel()
         is_compressed = self._feedback is not None and compresses and dtype.is_floating_point
@@ -178,7 +192,7 @@ class PushPull:
         turn = zlib.crc32(name.encode()) if turn is None else turn
         with self._changed:
             sequence = self._uses[name] = self._uses.get(name, -1) + 1
-            pending = PendingSum(self, name, total, len(begins))
+            pending = PendingSum(self, name, total, len(begins), on_done)
             for part, first in enumerate(begins):
                 key, end = PartKey(name, sequence, part), min(numel, first + length)
                 cut = [tensor[first:end] for tensor in tensors]
@@ -191,6 +205,9 @@ class PushPull:
                 self._thread = threading.Thread(target=self._send_parts, name="push", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+            error = self._error
+        if error is not None:
+            self._fail(error)  # what was begun too late
         return pending
 
     @property
@@ -279,6 +296,8 @@ class PushPull:
         compression = self._options.compression
         part = part_of(frame, compression)
         with self._changed:
+            if part.key not in self._under_way:
+                return  # the generation is over
             pending, into = self._under_way.pop(part.key)
         if part.is_compressed and compression is not None:
             into.copy_(compression.decode(part.tensors, part.numel))
@@ -287,7 +306,10 @@ class PushPull:
         with self._changed:
             self._unanswered -= 1
             pending.parts_left -= 1
+            on_done = pending.on_done if pending.is_complete else None
             self._changed.notify_all()
+        if on_done is not None:
+            on_done(None)
 
     def _on_close(self, reason: str) -> None:
         self.abort(f"a server is gone: {reason}")
@@ -295,4 +317,9 @@ class PushPull:
     def _fail(self, error: Exception) -> None:
         with self._changed:
             self._error = self._error or error
+            lost = {id(pending): pending for pending, _ in self._under_way.values()}
+            self._under_way.clear()
             self._changed.notify_all()
+        for pending in lost.values():
+            if pending.on_done is not None:
+                pending.on_done(self._error)

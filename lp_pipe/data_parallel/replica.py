@@ -1,7 +1,9 @@
 """What a training function gets: its worker's place among the others, and their common steps."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from lp_pipe.collectives.backend import GenerationOver
 from lp_pipe.collectives.group import Group
+from lp_pipe.collectives.part_messages import is_summed_by_servers
 from lp_pipe.data_parallel.batch_norm import NormalizesBatches
 from lp_pipe.data_parallel.collective_calls import CollectiveCalls
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
@@ -18,8 +21,21 @@ from lp_pipe.data_parallel.steps import ReplicaSteps
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
 from lp_pipe.pipeline.layers.model import LossWeight
+from lp_pipe.private_torch import pytree
 from lp_pipe.training.rng import PausableRng
 from lp_pipe.training.state_shards import refuse_not_elementwise
+
+
+class WaitingFuture(Future[Any]):
+    """A future whose `result` lets other workers of this process, which it may depend on, go on meanwhile."""
+
+    def __init__(self, waiting: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self._waiting = waiting
+
+    def result(self, timeout: float | None = None) -> Any:
+        with self._waiting():
+            return super().result(timeout)
 
 
 class Replica(NormalizesBatches):
@@ -181,13 +197,48 @@ class Replica(NormalizesBatches):
         """
         raise NotSupported("replica.shard is not there yet: use replica.optimizer(…, zero=0)")
 
-    def push_pull(self, x: Any, name: str, priority: int = 0) -> Any:
-        """Not there yet.
+    def push_pull(self, x: Any, name: str, priority: int = 0) -> "Future[Any]":
+        """Begin to sum a pytree of tensors over all workers on the servers; return a future of the sum.
+
+        Workers may call this in any order: the n-th call with a name belongs to the n-th one of the other workers. In a
+        step in which workers change the sum has no meaning, as those of other collectives; take it before `.step()`.
+
+        priority: sums with a larger one are sent first.
 
         Raises:
-            NotSupported: always.
+            NotSupported: there are no servers (backend=dp.Servers(…)).
+            DataParallelError: x is no pytree of tensors on the CPU.
         """
-        raise NotSupported("replica.push_pull is not there yet: use replica.all_reduce")
+        leaves, structure = pytree.tree_flatten(x)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) or leaf.device.type != "cpu" or not is_summed_by_servers(leaf.dtype):
+                raise DataParallelError(
+                    f"replica.push_pull({name!r}) takes a pytree of tensors on the CPU, got {leaf!r}"
+                )
+        found: Future[Any] = WaitingFuture(self._waiting)
+        group = self.own_steps.group_beside_sums()
+        totals = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves]
+        if group is None or group.world_size == 1 or not leaves:
+            found.set_result(pytree.tree_unflatten(totals, structure))
+            return found
+        if group.push_pull is None:
+            raise NotSupported(
+                f"replica.push_pull({name!r}) needs servers: use backend=dp.Servers(…), or replica.all_reduce"
+            )
+        left = itertools.count(len(totals) - 1, -1)
+
+        def on_done(error: Exception | None) -> None:
+            is_last = next(left) == 0
+            if error is not None and not (self._workers.options.may_change and isinstance(error, GenerationOver)):
+                with contextlib.suppress(InvalidStateError):  # another leaf has the same error
+                    found.set_exception(error)
+            elif is_last and not found.done():
+                found.set_result(pytree.tree_unflatten(totals, structure))
+
+        for number, total in enumerate(totals):
+            flat = total.view(-1)
+            group.push_pull.begin(f"push_pull {number} {name}", [flat], flat, -priority, on_done=on_done)
+        return found
 
     def subgroup(self, ranks: Sequence[int]) -> CollectiveCalls | None:
         """Return the collectives among the workers with these ranks, for these workers to call; None for others.
