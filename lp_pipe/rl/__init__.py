@@ -44,10 +44,12 @@ if TYPE_CHECKING:
     from lp_pipe.rl.agents.impala import IMPALAConfig as IMPALAConfig
     from lp_pipe.rl.agents.ppo import PPOBuilder as PPOBuilder
     from lp_pipe.rl.agents.ppo import PPOConfig as PPOConfig
+    from lp_pipe.rl.agents.sac import SACBuilder as SACBuilder
+    from lp_pipe.rl.agents.sac import SACConfig as SACConfig
 
 _NEEDS_TORCH = {
     f"{agent}{part}": f"lp_pipe.rl.agents.{agent.lower()}"
-    for agent in ("DQN", "IMPALA", "PPO")
+    for agent in ("DQN", "IMPALA", "PPO", "SAC")
     for part in ("Builder", "Config")
 }
 

@@ -47,6 +47,15 @@ class Aim(gym.Env):
 DISCRETE, BOX = gym.spaces.Discrete(2), gym.spaces.Box(-3.0, 3.0, (1,), np.float32)
 PPO = rl.PPOConfig(rollout_length=4, batch_size=16, epochs=4, discount=0.5, learning_rate=1e-2)
 IMPALA = rl.IMPALAConfig(sequence_length=4, samples_per_insert=4.0, discount=0.5, learning_rate=1e-2)
+SAC = rl.SACConfig(
+    discount=0.5,
+    samples_per_insert=16.0,
+    batch_size=32,
+    min_replay_size=100,
+    learning_rate=1e-2,
+    random_steps=100,
+    width=32,
+)
 AGENTS: dict[str, tuple[Any, Any, int]] = {
     "impala": (rl.IMPALABuilder(IMPALA), DISCRETE, 1_000),
     "impala with lstm": (
@@ -56,6 +65,7 @@ AGENTS: dict[str, tuple[Any, Any, int]] = {
     ),
     "ppo": (rl.PPOBuilder(PPO), DISCRETE, 1_000),
     "ppo of a box": (rl.PPOBuilder(PPO), BOX, 1_500),
+    "sac": (rl.SACBuilder(SAC), BOX, 600),
 }
 
 

@@ -183,7 +183,7 @@ class TorchLearner:
     parts: by name, everything with a state that later steps depend on.
     """
 
-    def __init__(self, network: nn.Module, generator: np.random.Generator, parts: Mapping[str, Any]) -> None:
+    def __init__(self, network: Any, generator: np.random.Generator, parts: Mapping[str, Any]) -> None:
         self.network, self.generator, self.steps = network, generator, 0
         self._parts = {"network": network, **parts}
 
