@@ -36,7 +36,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-torch test-python test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint bench-data-parallel bench-search chaos soak clean
+.PHONY: help setup demo test test-slow test-all test-torch test-python test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint bench-data-parallel bench-search vendor chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -136,6 +136,21 @@ protos-check: setup
 	diff -rqN -x __init__.py -x __pycache__ lp_pipe/protos "$$tmp/lp_pipe/protos" \
 	  || { echo 'lp_pipe/protos does not match protos/*.proto: run make protos' >&2; exit 1; }; \
 	echo 'protos: fresh'
+
+# The page's only code of others, from the registry that npm is configured for; what it is must not change unseen.
+UPLOT := 1.6.32
+UPLOT_SHA256 := 4b8a8191e425658e3ea8c8c1314b0fc679c861ee3a1af2b20c7b16ba50b5133d
+STATIC := lp_pipe/dashboard/static
+
+vendor:  ## take uPlot, which draws the page's plots, from the npm registry (UPLOT=1.6.32)
+	@set -e; tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
+	npm pack --silent --pack-destination "$$tmp" uplot@$(UPLOT) >/dev/null; \
+	echo "$(UPLOT_SHA256)  $$tmp/uplot-$(UPLOT).tgz" | sha256sum --check --quiet; \
+	tar -xzf "$$tmp/uplot-$(UPLOT).tgz" -C "$$tmp"; \
+	cp "$$tmp/package/dist/uPlot.iife.min.js" $(STATIC)/uplot.js; \
+	cp "$$tmp/package/dist/uPlot.min.css" $(STATIC)/uplot.css; \
+	cp "$$tmp/package/LICENSE" $(STATIC)/uplot.LICENSE; \
+	echo 'vendor: uPlot $(UPLOT) is in $(STATIC)'
 
 # What they compare with computes on the CPU, and stages take a GPU where there is one.
 bench-pipeline bench-pipedream bench-multihost bench-checkpoint bench-data-parallel bench-search chaos soak: export CUDA_VISIBLE_DEVICES :=

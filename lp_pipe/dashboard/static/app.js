@@ -27,7 +27,10 @@ async function show() {
   delete document.body.dataset.ready;
   for (const one of leave) one();
   leave = [];
-  for (const one of document.querySelectorAll("nav a")) one.classList.toggle("chosen", one.dataset.page === name);
+  for (const one of document.querySelectorAll("nav a")) {
+    one.classList.toggle("chosen", one.dataset.page === name);
+    if (one.dataset.page === name) one.scrollIntoView({ block: "nearest", inline: "center" });
+  }
   main.replaceChildren();
   main.dataset.shown = name;
   if (run.key === null && !WITHOUT_RUN.includes(name)) {
