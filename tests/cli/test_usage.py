@@ -34,8 +34,8 @@ async def waits(): return make_program()
 WRONG = {
     "lanch demo.py": (
         "no command 'lanch'; did you mean 'launch'? "
-        "(commands: launch, graph, schedule, profile, partition, checkpoint, experiment, ui, status, logs, stacks, stop, "
-        "attach, ps, runs, clean, doctor, agent)"
+        "(commands: launch, graph, schedule, profile, partition, checkpoint, experiment, ui, status, logs, stacks, "
+        "stop, attach, ps, runs, clean, doctor, agent)"
     ),
     "launch": "TARGET is needed: the file or module of a program; see `lp_pipe launch --help`",
     "launch dem.py": "no file 'dem.py'; did you mean 'demo.py'?",

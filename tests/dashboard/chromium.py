@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PROGRAM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+PROGRAM = next((found for name in _NAMES if (found := shutil.which(name))), None)
 _PATIENCE_S = 30.0
 
 
