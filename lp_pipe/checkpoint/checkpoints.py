@@ -12,7 +12,7 @@ from typing import Any
 from lp_pipe.checkpoint import folder as folders
 from lp_pipe.checkpoint.folder import Checkpoint, Ranking, checkpoints_in, open_checkpoint
 from lp_pipe.checkpoint.host_visibility import check_is_shared
-from lp_pipe.checkpoint.parts import SavesItself, Stateful, Trainable, saves_itself
+from lp_pipe.checkpoint.parts import Recoverable, SavesItself, Stateful, Trainable, saves_itself
 from lp_pipe.checkpoint.poison import PoisonSteps, TryAgain
 from lp_pipe.checkpoint.recovery import LostParts, StatesInMemory, check_can_mirror
 from lp_pipe.context import context, current_context, stop_event
@@ -222,7 +222,7 @@ class Checkpoints:
                 self.wait_until_written()
                 return
 
-    def begin(self, pipeline: Trainable) -> Checkpoint | None:
+    def begin(self, pipeline: Recoverable) -> Checkpoint | None:
         """Restore the newest checkpoint; if there is none, save the initial state, so that there is one to go back to.
 
         Waits for nodes that die meanwhile, as `recovering` does.
@@ -240,7 +240,7 @@ class Checkpoints:
                 return found
 
     @contextlib.contextmanager
-    def recovering(self, pipeline: Trainable) -> Iterator[None]:
+    def recovering(self, pipeline: Recoverable) -> Iterator[None]:
         """Recover from the death of a node in the body: for a training loop of your own, when `steps` does not fit.
 
         The death of one of the program's nodes ends the body without an error. Then all parts are back at the newest
@@ -257,7 +257,7 @@ class Checkpoints:
         except (Unavailable, CheckpointError, TryAgain) as error:
             self._recover(pipeline, error)
 
-    def _recover(self, pipeline: Trainable, error: Exception) -> None:
+    def _recover(self, pipeline: Recoverable, error: Exception) -> None:
         if isinstance(error, TryAgain):
             self._end_writing()  # else a late write could replace the checkpoint that is being read
             with contextlib.suppress(Unavailable):
@@ -283,14 +283,14 @@ class Checkpoints:
         except CheckpointError as error:
             _log.warning("%s", str(error).partition("\n")[0])
 
-    def _go_back(self, pipeline: Trainable) -> None:
+    def _go_back(self, pipeline: Recoverable) -> None:
         step = self._in_memory.go_back(least=folders.newest_step(self.folder))
         if step is not None:
             self._goes_on_from(step)
         elif self.restore() is None:
             self._begin_as_built(pipeline)
 
-    def _begin_as_built(self, pipeline: Trainable) -> None:
+    def _begin_as_built(self, pipeline: Recoverable) -> None:
         """Start without a checkpoint: lost parts serve their initial state, unless something was trained already."""
         if pipeline.current_step() == 0:
             self._lost_parts.begin_as_built()

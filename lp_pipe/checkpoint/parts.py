@@ -29,20 +29,24 @@ class SavesItself(Protocol):
         """Continue from the state in `path`."""
 
 
-class Trainable(Protocol):
-    """The methods of a pipeline that `Checkpoints.steps` needs."""
+class Recoverable(Protocol):
+    """What can go back to a checkpoint after the death of a node, as a pipeline can."""
 
     def current_step(self) -> int:
         """Return how many steps are done."""
+
+    def recover(self) -> None:
+        """Wait until all of its nodes are up, and connect to them."""
+
+
+class Trainable(Recoverable, Protocol):
+    """The methods of a pipeline that `Checkpoints.steps` needs."""
 
     def steps(self, n: int) -> Iterator[Any]:
         """Yield the results of the next n steps."""
 
     def skip_step(self, why: str) -> Any:
         """Return a result for the next step, without computing its batch or its update."""
-
-    def recover(self) -> None:
-        """Wait until all of the pipeline's nodes are up, and connect to them."""
 
 
 class MirrorsItself(Protocol):

@@ -33,6 +33,7 @@ import lp_pipe as lp
 from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.nodes import user_code
 from lp_pipe.programs.digits import load_digits
+from lp_pipe.programs.generations import StaleGeneration, has_stopped
 from lp_pipe.programs.options import option, parse_options
 from lp_pipe.programs.parameter_shards import (
     SHARDS,
@@ -40,7 +41,6 @@ from lp_pipe.programs.parameter_shards import (
     Parameters,
     Sgd,
     Snapshot,
-    StaleGeneration,
     all_of,
     results_of,
 )
@@ -110,7 +110,6 @@ def _kind(given: Any) -> str:
 
 
 _log = logging.getLogger(__name__)
-_PAUSE_S = 0.02  # between tries, which fail at once if a peer is gone
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ def work(task: TrainingTask, servers: Sequence[lp.CourierClient], rank: int, ste
     while not lp.stop_event().is_set():
         with contextlib.suppress(StaleGeneration):
             _work_for_a_generation(task, servers, rank, steps)
-        lp.wait_for_stop(_PAUSE_S)
+        has_stopped()
 
 
 def _work_for_a_generation(task: TrainingTask, servers: Sequence[lp.CourierClient], rank: int, steps: int) -> None:
@@ -241,7 +240,7 @@ def watch(
             return
         except StaleGeneration as reason:
             why = str(reason).splitlines()[0]
-            lp.wait_for_stop(_PAUSE_S)
+            has_stopped()
 
 
 def _watch_a_generation(

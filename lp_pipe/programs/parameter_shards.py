@@ -2,9 +2,8 @@
 
 Handlers are async: waiting workers occupy no thread, and no lock is needed.
 
-A shard starts without parameters. The evaluator opens it with a state and the name of a *generation*. When a node has
-died, the evaluator opens all shards again, with the states of one version and a new name. Calls for an older generation
-are refused, and their callers join the new one.
+A shard starts without parameters. The evaluator opens it with a state and the name of a generation (generations.py).
+When a node has died, the evaluator opens all shards again, with the states of one version and a new name.
 
 At the versions `cuts`, every shard keeps its state until the evaluator takes it. The states of all shards at one
 version are a consistent cut. Arrays are never changed in place, so keeping one costs memory but no copy.
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 import lp_pipe as lp
 from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.errors import CheckpointError
-from lp_pipe.programs.waiting import Changes
+from lp_pipe.programs.generations import GenerationServer, StaleGeneration
 
 Vector = NDArray[np.float64]
 
@@ -76,14 +75,10 @@ class Joined(NamedTuple):
     step: int
 
 
-class StaleGeneration(RuntimeError):
-    """The caller's generation is over: join the new one, unless the program stops."""
-
-
 _MAX_CUTS = 2  # states kept for a slow evaluator; workers wait while there are so many, which bounds the memory
 
 
-class ParameterShard:
+class ParameterShard(GenerationServer):
     """The base of both kinds of server. Workers wait until it is opened.
 
     cuts: versions whose state is kept until `take` asks for it.
@@ -95,10 +90,9 @@ class ParameterShard:
     _updates: list[int]
 
     def __init__(self, sgd: Sgd, cuts: Collection[int] = ()) -> None:
+        super().__init__()
         self._sgd = sgd
         self._cuts = frozenset(cuts)
-        self._generation: str | None = None
-        self._changes = Changes()
 
     async def open(self, generation: str, state: ShardState) -> None:
         """Continue from `state` in a new generation, and drop the current state and all kept ones."""
@@ -118,9 +112,8 @@ class ParameterShard:
         Raises:
             StaleGeneration: the program stops.
         """
-        while self._generation is None:
-            await self._change()
-        return Joined(self._generation, self._updates[rank])
+        generation = await self._until_opened()
+        return Joined(generation, self._updates[rank])
 
     async def take(self, generation: str, version: int) -> ShardState:
         """Wait for this version, one of `cuts`, and return its state, which is then no longer kept."""
@@ -129,10 +122,6 @@ class ParameterShard:
         state = self._kept.pop(version)
         self._changes.notify()
         return state
-
-    async def outlive(self, generation: str) -> None:
-        """Wait for the generation's end, which raises StaleGeneration."""
-        await self._until(generation, lambda: False)
 
     def _state(self) -> ShardState:
         counts = (self._repeated, self._max_staleness, self._sum_staleness)
@@ -149,20 +138,6 @@ class ParameterShard:
     async def _until_there_is_room(self, generation: str) -> None:
         """Wait until fewer than `_MAX_CUTS` states are kept."""
         await self._until(generation, lambda: len(self._kept) < _MAX_CUTS)
-
-    async def _until(self, generation: str, is_so: Callable[[], bool]) -> None:
-        self._check(generation)
-        while not is_so():
-            await self._change()
-            self._check(generation)
-
-    async def _change(self) -> None:
-        if not await self._changes.wait():
-            raise StaleGeneration("the program stops")
-
-    def _check(self, generation: str) -> None:
-        if generation != self._generation:
-            raise StaleGeneration(f"generation {generation} is over, now there is {self._generation or 'none yet'}")
 
     def _is_repeated(self, rank: int, step: int) -> bool:
         """Return whether the gradient was applied before, when the worker died before it got the reply."""

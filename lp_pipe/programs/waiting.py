@@ -10,7 +10,7 @@ _NEWS_OF_A_STOP_S = 1.0  # how much later than another node this one may learn o
 
 
 class Changes:
-    """A condition for coroutines: `notify` wakes all that `wait`. Only the constructor may run outside the event loop.
+    """A condition for coroutines: `notify` wakes all that `wait`. Both belong to the event loop.
 
     A stopping server gives calls in progress the whole grace period. So a stop also wakes the waiting ones, which must
     not use it up.
@@ -19,7 +19,7 @@ class Changes:
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        lp.register_stop_handler(self._wake_from_outside)
+        lp.register_stop_handler(self.notify_from_outside)
 
     async def wait(self) -> bool:
         """Wait until the next change; return False when the node stops."""
@@ -33,7 +33,12 @@ class Changes:
         self._event.set()
         self._event = asyncio.Event()
 
-    def _wake_from_outside(self) -> None:
+    def attach(self) -> None:
+        """Say, in the event loop, that what is read from now on may be changed by another thread, which notifies."""
+        self._loop = asyncio.get_running_loop()
+
+    def notify_from_outside(self) -> None:
+        """Wake all waiting coroutines; for other threads."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, so no coroutine waits in it
                 self._loop.call_soon_threadsafe(self.notify)

@@ -8,6 +8,7 @@ from lp_pipe.rl.adders import NStepAdder as NStepAdder
 from lp_pipe.rl.adders import RolloutAdder as RolloutAdder
 from lp_pipe.rl.adders import SequenceAdder as SequenceAdder
 from lp_pipe.rl.adders import Transition as Transition
+from lp_pipe.rl.distributed import make_distributed_experiment as make_distributed_experiment
 from lp_pipe.rl.environment_loop import Counter as Counter
 from lp_pipe.rl.environment_loop import EnvironmentFailed as EnvironmentFailed
 from lp_pipe.rl.environment_loop import EnvironmentLoop as EnvironmentLoop

@@ -8,14 +8,14 @@ import copy
 import hashlib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lp_pipe.errors import CheckpointError
-from lp_pipe.rl.environment_loop import EnvironmentLoop, LoopState, seed_sequence
+from lp_pipe.rl.environment_loop import EnvironmentLoop, EpisodeReturn, LoopState, seed_sequence
 from lp_pipe.rl.experiment import Builder, Learner, Network, Spec
 from lp_pipe.rl.replay.table import Sample, Table, TableState
 from lp_pipe.rl.tree import concatenated
@@ -48,10 +48,10 @@ class RoundStart(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """What an actor has done in a round, and its state after it."""
+    """What an actor has done in a round, and its state after it. episodes: those that have ended."""
 
     steps: int
-    episodes: int
+    episodes: list[EpisodeReturn]
     restarts: int
     items: Any
     state: LoopState
@@ -88,6 +88,12 @@ class RoundsTable:
         self._deliveries: dict[int, dict[int, Delivery]] = {}  # by round and actor
         self._steps_before = {1: 0}  # of rounds, where all actors' steps before them are known
         self._last = 0  # the number of the last round, once it is known
+        self._sampled: list[Any] = []  # keys of the round that is being learned
+
+    @property
+    def last(self) -> int:
+        """The number of the last round; 0 while it is not known."""
+        return self._last
 
     def record_of(self, actor: int) -> ActorRecord:
         return self._records[actor]
@@ -139,15 +145,16 @@ class RoundsTable:
                     self.table.insert(items)
         num_samples = self._num_samples(self.table.inserts - before)
         samples = [self.table.sample(self.options.batch_size) for _ in range(num_samples)]
+        self._sampled = [sample.keys for sample in samples]
         self._counts["env_steps"] = self._steps_before[number + 1]
-        self._counts["episodes"] += sum(one.episodes for one in deliveries.values())
+        self._counts["episodes"] += sum(len(one.episodes) for one in deliveries.values())
         self._counts["environment_restarts"] += sum(one.restarts for one in deliveries.values())
         del self._deliveries[number], self._steps_before[number]
         return LearnerRound(samples, self.counts(), number == self._last)
 
-    def finish(self, number: int, samples: Sequence[Any], priorities: Sequence[Any]) -> None:
-        """Take the priorities of a round's samples, of which only the keys are needed."""
-        for keys, values in zip(samples, priorities, strict=True):
+    def finish(self, number: int, priorities: Sequence[Any]) -> None:
+        """Take the priorities of a round's samples."""
+        for keys, values in zip(self._sampled, priorities, strict=True):
             if values is not None:
                 self.table.update_priorities(keys, np.asarray(values))
         self.finished = number
@@ -155,6 +162,18 @@ class RoundsTable:
     def counts(self) -> dict[str, int]:
         """Return the counts up to the round that was learned."""
         return {**self._counts, "inserts": self.table.inserts, "samples": self.table.samples}
+
+    def check(self, found: RoundsOptions) -> None:
+        """Compare the options with those of a checkpoint.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        own = self.options
+        different = [name for name in vars(own) if getattr(found, name) != getattr(own, name)]
+        if different:
+            values = ", ".join(f"{name}={getattr(found, name)!r} and {getattr(own, name)!r}" for name in different)
+            raise CheckpointError(f"the checkpoint and the program are of different experiments: {values}")
 
     def state_dict(self) -> dict[str, Any]:
         own = {name: copy.copy(getattr(self, name)) for name in _STATE_OF_TABLE}
@@ -166,13 +185,7 @@ class RoundsTable:
         Raises:
             CheckpointError: it is of an experiment with other options.
         """
-        found, own = state["options"], self.options
-        different = [name for name in vars(own) if getattr(found, name) != getattr(own, name)]
-        if different:
-            raise CheckpointError(
-                f"the checkpoint is of an experiment with another {', '.join(different)}: "
-                f"{', '.join(f'{name}={getattr(found, name)!r}' for name in different)}"
-            )
+        self.check(state["options"])
         for name in _STATE_OF_TABLE:
             if name != "options":
                 setattr(self, name, copy.copy(state[name]))
@@ -208,8 +221,8 @@ _STATE_OF_TABLE = ("options", "finished", "_carry", "_counts", "_records", "_del
 class RoundsLearner:
     """A learner that learns once a round, and keeps the weights that actors and evaluators still need.
 
-    versions: the steps and weights after each learner round, the newest `lag + 1` of them and those in `held`; round 0
-    is the initial weights.
+    versions: the steps and weights after each learner round, the newest `lag + 1` of them; round 0 is the initial
+    weights. An evaluation needs no older ones: a round does not begin before those of `lag + 1` rounds before are in.
     """
 
     def __init__(self, builder: Builder, network: Network, spec: Spec, seed: int, lag: int) -> None:
@@ -219,7 +232,6 @@ class RoundsLearner:
         self.round = 0
         self.steps = 0
         self.versions: dict[int, tuple[int, Any]] = {}
-        self.held: set[int] = set()
         self.metrics: dict[str, float] = {}
         self._keep_version()
 
@@ -227,10 +239,15 @@ class RoundsLearner:
         """Return the learner steps and weights with which actors act in a round."""
         return self.versions[max(0, number - 1 - self._lag)]
 
-    def learn(self, samples: Sequence[Sample]) -> list[Any]:
-        """Do a round's steps and return the priorities of each sample, or None where they stay as they are."""
+    def learn(self, samples: Sequence[Sample], before_step: Callable[[int], object] | None = None) -> list[Any]:
+        """Do a round's steps and return the priorities of each sample, or None where they stay as they are.
+
+        before_step: is told how many steps of the round are done.
+        """
         priorities = []
-        for sample in samples:
+        for number, sample in enumerate(samples):
+            if before_step is not None:
+                before_step(number)
             update = self.learner.step(sample)
             priorities.append(update.priorities)
             self.metrics = {name: float(value) for name, value in update.metrics.items()}
@@ -255,8 +272,7 @@ class RoundsLearner:
 
     def _keep_version(self) -> None:
         self.versions[self.round] = self.steps, copy.deepcopy(self.learner.variables())
-        for number in [one for one in self.versions if one < self.round - self._lag and one not in self.held]:
-            del self.versions[number]
+        self.versions.pop(self.round - self._lag - 1, None)
 
 
 class EvaluationDue(NamedTuple):
@@ -333,7 +349,7 @@ def act_round(loop: EnvironmentLoop, start: RoundStart, learner_steps: int) -> D
     restarts = loop.restarts
     counts = {"env_steps": start.env_steps, "learner_steps": learner_steps}
     done = loop.run(num_steps=start.steps, counts=counts)
-    return Delivery(done.steps, len(done.episodes), loop.restarts - restarts, done.items, loop.state())
+    return Delivery(done.steps, done.episodes, loop.restarts - restarts, done.items, loop.state())
 
 
 def fingerprint_of(*trees: Any) -> str:

@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,7 @@ class _Experiment:
                 self._table.deliver(index, number, act_round(actor, start, learner_steps))
         before = self._learner.steps
         given = self._table.learn_from(number)
-        priorities = self._learner.learn(given.samples)
-        self._table.finish(number, [sample.keys for sample in given.samples], priorities)
+        self._table.finish(number, self._learner.learn(given.samples))
         counts = {**given.counts, "learner_steps": self._learner.steps}
         self._evaluations.add_round(number, counts, given.is_last)
         self._evaluate()
@@ -291,11 +290,14 @@ def spec_of(experiment: ExperimentConfig, environments: Any) -> Spec:
 def make_network(experiment: ExperimentConfig, spec: Spec) -> Network:
     """Return the learner's network, made with torch seeded if torch is in use."""
     torch = sys.modules.get("torch")
-    isolated: AbstractContextManager[Any] = nullcontext() if torch is None else torch.random.fork_rng(devices=[])
-    with isolated:
-        if torch is not None:
-            torch.manual_seed(environment_seed(experiment.seed, "network", 0, 0))
-        return (experiment.network_factory or experiment.builder.make_network)(spec)
+    make = experiment.network_factory or experiment.builder.make_network
+    if torch is None:
+        return make(spec)
+    from lp_pipe.training.rng import generators_locked  # it loads torch, which is in use
+
+    with generators_locked(), torch.random.fork_rng(devices=[]):  # other nodes may be threads of this process
+        torch.manual_seed(environment_seed(experiment.seed, "network", 0, 0))
+        return make(spec)
 
 
 @contextmanager

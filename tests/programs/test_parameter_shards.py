@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import lp_pipe as lp
+from lp_pipe.programs.generations import StaleGeneration
 from lp_pipe.programs.parameter_shards import (
     AsyncShard,
     ParameterShard,
     Sgd,
-    StaleGeneration,
     SyncShard,
     at_the_beginning,
 )

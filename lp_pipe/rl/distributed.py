@@ -1,0 +1,506 @@
+"""An experiment as a program: the same rounds as in one process, with a node for each part.
+
+    actor/0 --- deliver ---> replay <--- learn, finish --- learner --- add_round ---> counter <--- add --- evaluator
+       ^ +---- begin (weights) ----------------------------> |                                               |
+                                                             +<------------------- weights ------------------+
+
+A round of an actor is two calls: `begin` waits for the weights of the round, `deliver` says what was done, and returns
+how many steps are next. The learner drives: it asks the replay node for the samples of a round, learns, and saves
+checkpoints between two rounds.
+
+An actor that dies loses nothing: the replay node knows what it has delivered, and its successor plays the episodes
+again until there. If the learner, the replay node or the counter dies, the learner takes all three back to the newest
+checkpoint under the name of a new generation, and the actors follow. All this has no influence on the result.
+"""
+
+import time
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lp_pipe as lp
+from lp_pipe.checkpoint import Checkpoints
+from lp_pipe.errors import NotSupported
+from lp_pipe.programs.generations import GenerationServer, StaleGeneration, has_stopped
+from lp_pipe.programs.waiting import until_the_stop
+from lp_pipe.rl.environment_loop import EnvironmentLoop
+from lp_pipe.rl.experiment import ExperimentConfig, Spec
+from lp_pipe.rl.repeated_deaths import RepeatedDeaths
+from lp_pipe.rl.rounds import (
+    ActorRecord,
+    Delivery,
+    EvaluationDue,
+    Evaluations,
+    RoundsLearner,
+    RoundsOptions,
+    RoundsTable,
+    RoundStart,
+    act_round,
+)
+from lp_pipe.rl.run_experiment import (
+    Evaluator,
+    ExperimentParts,
+    keep_experiment,
+    make_environment,
+    make_loop,
+    make_network,
+)
+from lp_pipe.rl.tree import row, stacked
+
+_LOG_EVERY_S = 1.0
+
+
+def make_distributed_experiment(
+    experiment: ExperimentConfig, num_actors: int = 1, *, inference: None = None
+) -> lp.Program:
+    """Return a program with the groups learner, replay, counter, actor and evaluator; `rl.load(run.run_dir)` reads it.
+
+    An environment is made here, to see whether all parts fit.
+
+    Raises:
+        ValueError: the parts do not fit together.
+        NotSupported: an inference server is asked for.
+    """
+    if num_actors < 1:
+        raise ValueError(f"make_distributed_experiment: num_actors must be at least 1, got {num_actors}")
+    if inference is not None:
+        raise NotSupported(
+            "make_distributed_experiment: inference is not there yet; actors have the network themselves"
+        )
+    environments = make_environment(experiment, 0)
+    parts = ExperimentParts(experiment, num_actors, environments)
+    for environment in environments if isinstance(environments, list) else [environments]:
+        environment.close()
+    program = lp.Program("experiment")
+    with program.group("replay", on_failure="restart", max_restarts=None):
+        replay = program.add_node(lp.CourierNode(ExperimentReplay))
+    with program.group("counter", on_failure="restart", max_restarts=None):
+        counter = program.add_node(lp.CourierNode(ExperimentCounter))
+    with program.group("learner", on_failure="restart", max_restarts=None):
+        node = lp.CourierNode(ExperimentLearner, experiment, parts.spec, parts.options, replay, counter)
+        learner = program.add_node(node)
+    with program.group("actor", on_failure="restart", max_restarts=None):
+        for _ in range(num_actors):
+            program.add_node(lp.PyNode(act, experiment, parts.spec, replay, learner))
+    with program.group("evaluator", on_failure="restart", max_restarts=None):
+        program.add_node(lp.PyNode(evaluate, experiment, parts.spec, learner, counter))
+    return program
+
+
+class JoinedActor(NamedTuple):
+    """What an actor begins a generation with."""
+
+    generation: str
+    record: ActorRecord
+
+
+class PackedRound(NamedTuple):
+    """What a learner gets for a round, with the samples in one tree, whose leaves have a first axis of samples."""
+
+    num_samples: int
+    samples: Any
+    counts: dict[str, int]
+    is_last: bool
+
+
+class ExperimentReplay(GenerationServer):
+    """The node with the table, which also knows what each actor has done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rounds: RoundsTable | None = None
+
+    async def open(self, generation: str, options: RoundsOptions) -> int:
+        """Begin a generation; return the number of the last round, or 0 if that is not known."""
+        if self._rounds is None:
+            self._rounds = RoundsTable(options)
+        self._rounds.check(options)
+        self._generation = generation
+        self._changes.notify()
+        return self._rounds.last
+
+    async def join(self, actor: int, after: str | None) -> JoinedActor:
+        """Wait for another generation than `after`, and return what the actor has done.
+
+        Raises:
+            StaleGeneration: the program stops.
+        """
+        generation = await self._until_opened(after)
+        return JoinedActor(generation, self._opened.record_of(actor))
+
+    async def start(self, generation: str, actor: int, number: int) -> RoundStart:
+        """Wait until it is known what the actor does in a round."""
+        found: list[RoundStart] = []
+
+        def is_known() -> bool:
+            start = self._opened.start_of(actor, number)
+            found.extend([] if start is None else [start])
+            return start is not None
+
+        await self._until(generation, is_known)
+        return found[0]
+
+    async def deliver(self, generation: str, actor: int, number: int, delivery: Delivery) -> RoundStart:
+        """Take what an actor has done in a round; wait until it is known what it does in the next one."""
+        self._check(generation)
+        self._opened.deliver(actor, number, delivery)
+        self._changes.notify()
+        return await self.start(generation, actor, number + 1)
+
+    async def learn(self, generation: str, number: int) -> PackedRound:
+        """Wait until all actors have delivered a round, and return the samples that it is good for."""
+        await self._until(generation, lambda: self._opened.is_ready(number))
+        samples, counts, is_last = self._opened.learn_from(number)
+        return PackedRound(len(samples), stacked(samples) if samples else None, counts, is_last)
+
+    async def finish(self, generation: str, number: int, priorities: list[Any]) -> None:
+        """Take the priorities of a round's samples."""
+        self._check(generation)
+        self._opened.finish(number, priorities)
+        self._changes.notify()
+
+    async def info(self) -> dict[str, dict[str, int]]:
+        """Return the counts of the table."""
+        return {"replay": {} if self._rounds is None else self._rounds.table.info()}
+
+    async def state_dict(self) -> Any:
+        """Return all that depends on the past, or None before the experiment has begun."""
+        return None if self._rounds is None else self._rounds.state_dict()
+
+    async def load_state_dict(self, state: Any) -> None:
+        """Continue from a state, in the next generation."""
+        self._generation, self._rounds = None, None
+        if state is not None:
+            self._rounds = RoundsTable(state["options"])
+            self._rounds.load_state_dict(state)
+        self._changes.notify()
+
+    @property
+    def _opened(self) -> RoundsTable:
+        assert self._rounds is not None, "calls with a generation come after `open`"
+        return self._rounds
+
+
+class ExperimentCounter(GenerationServer):
+    """The node with the counts of the experiment and its evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._evaluations = Evaluations(1, None)
+
+    async def open(self, generation: str, every: int, stop_at: float | None) -> None:
+        """Begin a generation."""
+        state = self._evaluations.state_dict()
+        self._evaluations = Evaluations(every, stop_at)
+        self._evaluations.load_state_dict(state)
+        self._generation = generation
+        self._changes.notify()
+
+    async def add_round(self, generation: str, number: int, counts: Mapping[str, int], is_last: bool) -> None:
+        """Take the counts after a round, which may make an evaluation due."""
+        self._check(generation)
+        self._evaluations.add_round(number, counts, is_last)
+        self._changes.notify()
+
+    async def is_good_enough(self, generation: str, number: int) -> bool:
+        """Wait for the evaluations up to a round; return whether the experiment ends because of them."""
+        await self._until(generation, lambda: self._evaluations.are_in(number))
+        return self._evaluations.is_good_enough(number)
+
+    async def end(self, generation: str) -> None:
+        """Let the newest weights be evaluated, and wait until all evaluations are in."""
+        self._check(generation)
+        self._evaluations.request()
+        self._changes.notify()
+        await self._until(generation, lambda: self._evaluations.next_due() is None)
+
+    async def next_due(self) -> tuple[str, EvaluationDue]:
+        """Wait for an evaluation that is to be done; return it, with the generation.
+
+        Raises:
+            StaleGeneration: the program stops.
+        """
+        while self._generation is None or (due := self._evaluations.next_due()) is None:
+            await self._change()
+        return self._generation, due
+
+    async def add(self, generation: str, number: int, returns: list[float]) -> None:
+        """Take the returns of an evaluation."""
+        self._check(generation)
+        self._evaluations.add(number, returns)
+        self._changes.notify()
+
+    async def get(self) -> dict[str, int]:
+        """Return the counts after the newest round that was learned."""
+        return dict(self._evaluations.counts)
+
+    async def curve(self) -> list[tuple[int, float]]:
+        """Return the environment steps and score of every evaluation."""
+        return self._evaluations.curve
+
+    async def state_dict(self) -> dict[str, Any]:
+        return self._evaluations.state_dict()
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state, in the next generation."""
+        self._generation = None
+        self._evaluations.load_state_dict(state)
+        self._changes.notify()
+
+
+class ExperimentLearner(GenerationServer):
+    """The node that learns and drives the others. Its `run` is the experiment; calls only read what that has made."""
+
+    def __init__(
+        self, experiment: ExperimentConfig, spec: Spec, options: RoundsOptions, replay: Any, counter: Any
+    ) -> None:
+        super().__init__()
+        self._config, self._options, self._replay, self._counter = experiment, options, replay, counter
+        self._deaths = RepeatedDeaths(f"learner-{lp.context().index}")
+        keep_experiment(Path(lp.context().run_dir), experiment, spec)
+        with self._deaths.watched():
+            network = make_network(experiment, spec)
+            self._learner = RoundsLearner(experiment.builder, network, spec, experiment.seed, options.lag)
+        self._good_enough: dict[int, bool] = {}  # by round, once the evaluations up to there are in
+        self._waiting: dict[int, Future[Any]] = {}  # by round, calls whose results are for `_good_enough`
+        self._finishing: Future[Any] | None = None
+        self._last_log = 0.0
+
+    async def begin(self, generation: str, number: int) -> tuple[int, Any] | None:
+        """Wait until an actor may begin a round; return learner steps and weights, or None: the experiment is over."""
+        self._changes.attach()
+        version = max(0, number - 1 - self._options.lag)
+        await self._until(generation, lambda: version in self._good_enough)
+        return None if self._good_enough[version] else self._version(version)
+
+    async def weights(self, generation: str, number: int) -> Any:
+        """Return the weights after a learner round."""
+        self._changes.attach()
+        self._check(generation)
+        return self._version(number)[1]
+
+    async def variables(self) -> Any:
+        """Return the newest weights."""
+        return self._learner.versions[self._learner.round][1]
+
+    @until_the_stop()
+    def run(self) -> None:
+        try:
+            with self._deaths.watched():
+                self._run()
+        except StaleGeneration:
+            if not lp.stop_event().is_set():
+                raise
+
+    def _run(self) -> None:
+        parts = {"learner": self._learner, "replay": self._replay, "counter": self._counter}
+        checkpoints = Checkpoints(parts)
+        checkpoints.begin(self)
+        while not lp.stop_event().is_set():
+            with checkpoints.recovering(self):
+                try:
+                    self._go_on(checkpoints)
+                finally:
+                    self._publish(None)
+                lp.stop()
+                return
+
+    def current_step(self) -> int:
+        """Return how many rounds are done (for `Checkpoints`)."""
+        return self._learner.round
+
+    def recover(self) -> None:
+        """Do nothing: the first call of a node that is restarted waits until it is up (for `Checkpoints`)."""
+
+    def _go_on(self, checkpoints: Checkpoints) -> None:
+        """Open a generation, and learn in rounds until the end.
+
+        Raises:
+            Unavailable: a node has died.
+            StaleGeneration: the program stops.
+        """
+        generation, evaluation = uuid.uuid4().hex, self._config.evaluation
+        number = self._learner.round
+        is_last = self._replay.open(generation, self._options) == number > 0
+        self._counter.open(generation, evaluation.every, evaluation.stop_at)
+        self._good_enough, self._waiting, self._finishing = {0: False}, {}, None
+        for version in range(max(1, number - self._options.lag), number + 1):
+            self._ask(generation, version)
+        self._publish(generation)
+        while not is_last and not self._is_good_enough(number - self._options.lag):
+            number += 1
+            packed: PackedRound = self._result_of(self._replay.futures.learn(generation, number))
+            is_last = packed.is_last
+            steps_before, age = self._learner.steps, self._learner.steps - self._learner.version_for(number)[0]
+            samples = [row(packed.samples, place) for place in range(packed.num_samples)]
+            priorities = self._learner.learn(samples, lambda step: self._deaths.at(number, step))  # noqa: B023
+            self._deaths.leave(number)
+            self._finishing = self._replay.futures.finish(generation, number, priorities)
+            counts = {**packed.counts, "learner_steps": self._learner.steps}
+            self._counter.add_round(generation, number, counts, is_last)
+            self._ask(generation, number)
+            self._log(counts, age, is_last)
+            every = self._config.checkpoint_every
+            if self._learner.steps // every > steps_before // every:
+                self._result_of(self._finishing)
+                checkpoints.save(number, wait=False)
+        if self._finishing is not None:
+            self._result_of(self._finishing)
+        self._result_of(self._counter.futures.end(generation))
+        checkpoints.save(number)
+
+    def _ask(self, generation: str, number: int) -> None:
+        """Ask whether the evaluations up to a round are good enough; the answer lets actors begin a later round."""
+        call = self._counter.futures.is_good_enough(generation, number)
+        self._waiting[number] = call
+
+        def take(answered: "Future[bool]") -> None:
+            if not answered.cancelled() and answered.exception() is None and self._waiting.get(number) is answered:
+                self._good_enough[number] = answered.result()
+                self._changes.notify_from_outside()
+
+        call.add_done_callback(take)
+        for old in [one for one in self._waiting if one < number - self._options.lag]:
+            del self._waiting[old]
+            self._good_enough.pop(old, None)
+
+    def _is_good_enough(self, number: int) -> bool:
+        return number > 0 and bool(self._result_of(self._waiting[number]))
+
+    def _result_of(self, call: "Future[Any]") -> Any:
+        """Wait for a call, unless another one fails: what it waits for may then never happen."""
+        while not call.done():
+            asked = [*self._waiting.values(), self._finishing]
+            others = [one for one in asked if one is not None and not one.done()]
+            wait([call, *others], return_when=FIRST_COMPLETED)
+            for one in others:
+                if one.done():
+                    one.result()
+        return call.result()
+
+    def _version(self, number: int) -> tuple[int, Any]:
+        """Return the learner steps and weights after a learner round.
+
+        Raises:
+            StaleGeneration: no actor of this generation needs them any more: the caller was taken for dead.
+        """
+        found = self._learner.versions.get(number)
+        if found is None:
+            raise StaleGeneration(f"the weights of round {number} are no longer needed")
+        return found
+
+    def _publish(self, generation: str | None) -> None:
+        self._generation = generation
+        self._changes.notify_from_outside()
+
+    def _log(self, counts: Mapping[str, int], age: int, is_last: bool) -> None:
+        if not is_last and time.monotonic() < self._last_log + _LOG_EVERY_S:
+            return
+        self._last_log = time.monotonic()
+        ratio = counts["samples"] / counts["inserts"] if counts["inserts"] else 0.0
+        metrics = {f"learner/{name}": value for name, value in self._learner.metrics.items()}
+        own = {"samples_per_insert": ratio, "weights_age": age, "env_steps": counts["env_steps"]}
+        lp.log_metrics({**metrics, **own}, step=counts["learner_steps"])
+
+
+@until_the_stop()
+def act(experiment: ExperimentConfig, spec: Spec, replay: Any, learner: Any) -> None:
+    """Act in rounds, for one generation after another; the function of an actor's node."""
+    actor = _Actor(experiment, spec, replay, learner)
+    while not lp.stop_event().is_set():
+        try:
+            actor.act_for_a_generation()
+        except (StaleGeneration, lp.Unavailable):
+            has_stopped()
+
+
+class _Actor:
+    """The actor of a node, in one generation after another."""
+
+    def __init__(self, experiment: ExperimentConfig, spec: Spec, replay: Any, learner: Any) -> None:
+        self._config, self._spec, self._replay, self._learner = experiment, spec, replay, learner
+        self._index = lp.context().index
+        self._deaths = RepeatedDeaths(f"actor-{self._index}")
+        with self._deaths.watched():
+            self._network = make_network(experiment, spec)
+        self._generation: str | None = None
+        self._round = 0
+        self._last_log = 0.0
+        self._waited_s = 0.0
+
+    def act_for_a_generation(self) -> None:
+        """Act until the generation ends, which raises StaleGeneration or Unavailable."""
+        generation, record = self._replay.join(self._index, self._generation)
+        with self._deaths.watched():
+            environments = make_environment(self._config, self._index)
+            loop = make_loop(self._config, self._spec, self._network, self._index, environments, self._mark)
+        try:
+            if record.state is not None:
+                with self._deaths.watched():
+                    loop.restore(record.state)
+            start = self._replay.start(generation, self._index, record.number + 1)
+            while not start.is_over:
+                begun = time.perf_counter()
+                version = self._learner.begin(generation, start.number)
+                if version is None:
+                    break
+                self._waited_s += time.perf_counter() - begun
+                delivery = self._act(loop, start, *version)
+                begun = time.perf_counter()
+                start = self._replay.deliver(generation, self._index, start.number, delivery)
+                self._waited_s += time.perf_counter() - begun
+        finally:
+            loop.close()
+        self._generation = generation
+        over = self._replay.futures.outlive(generation)
+        wait([over])  # not result(): others may still have much to do, and a wait for a future is no hang
+        over.result()
+
+    def _act(self, loop: EnvironmentLoop, start: RoundStart, learner_steps: int, weights: Any) -> Delivery:
+        self._round = start.number
+        with self._deaths.watched():
+            self._network.load_state_dict(weights)
+            delivery = act_round(loop, start, learner_steps)
+        self._log(loop, start, delivery)
+        return delivery
+
+    def _mark(self, actor_steps: int, episode: int, step: int, seed: int) -> None:
+        self._deaths.at(self._round, actor_steps, episode, step, seed)
+
+    def _log(self, loop: EnvironmentLoop, start: RoundStart, delivery: Delivery) -> None:
+        now = time.monotonic()
+        if not delivery.episodes or now < self._last_log + _LOG_EVERY_S:
+            return
+        self._last_log = now
+        _, total, length = delivery.episodes[-1]
+        seconds = {f"actor/{name}_s": value for name, value in {**loop.seconds, "wait": self._waited_s}.items()}
+        observed = {name: value for one in self._config.observers for name, value in one.metrics().items()}
+        own = {"episode_return": total, "episode_length": length, "env_steps": start.env_steps}
+        lp.log_metrics({**observed, **seconds, **own}, step=start.env_steps)
+
+
+@until_the_stop()
+def evaluate(experiment: ExperimentConfig, spec: Spec, learner: Any, counter: Any) -> None:
+    """Do the evaluations that are due; the function of an evaluator's node."""
+    deaths = RepeatedDeaths(f"evaluator-{lp.context().index}")
+    number = 0
+    with deaths.watched():
+        network = make_network(experiment, spec)
+        evaluator = Evaluator(experiment, spec, network, lambda *place: deaths.at(number, *place))
+    while not lp.stop_event().is_set():
+        try:
+            generation, due = counter.next_due()
+            number = due.number
+            weights = learner.weights(generation, number)
+            with deaths.watched():
+                network.load_state_dict(weights)
+                returns = evaluator.returns(due.counts)
+            counter.add(generation, number, returns)
+            score = sum(returns) / len(returns)
+            lp.log_metrics(
+                {"evaluator/return": score, "env_steps": due.counts["env_steps"]}, step=due.counts["env_steps"]
+            )
+        except (StaleGeneration, lp.Unavailable):
+            has_stopped()
