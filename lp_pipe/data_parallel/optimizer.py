@@ -13,7 +13,9 @@ from lp_pipe.data_parallel.buckets import Exchange, GradientBuckets
 from lp_pipe.data_parallel.served_buckets import ServedBuckets
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
+from lp_pipe.training.optimizer_state import OfParameter
 from lp_pipe.training.state_shards import OwnShard, OwnShardState, StateShards, flat, is_dense, joined
+from lp_pipe.training.tensor_parts import Box, TensorPart, as_part, boxes_of_range, memory_order, part_of_range
 
 _STATE = Call("optimizer state of shards")
 
@@ -93,6 +95,40 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             {parameter: states[index] for index, parameter in enumerate(self._parameters()) if index in states}
         )
 
+    def state_parts(self) -> dict[Tensor, dict[str, Any]]:
+        """Return the state that this worker has, by parameter, not copied: values, or TensorParts of them."""
+        if self._shards is None:
+            return {parameter: dict(values) for parameter, values in self.inner.state.items()}
+        return {
+            parameter: {
+                name: part_of_range(value, parameter.shape, state.begin, memory_order(parameter))
+                if state.is_of_elements(name)
+                else value
+                for name, value in state.values.items()
+            }
+            for parameter, state in self._shards.states().items()
+        }
+
+    def own_boxes(self, parameter: nn.Parameter) -> tuple[Box, ...] | None:
+        """Return the boxes of the parameter whose state this worker has; None: all of it."""
+        if self._shards is not None:
+            begin, end = self._shards.range_of(parameter)
+            return boxes_of_range(tuple(parameter.shape), begin, end, memory_order(parameter))
+        part = as_part(parameter)
+        return part.boxes if isinstance(part, TensorPart) else None
+
+    def load_parts(self, saved: Mapping[nn.Parameter, OfParameter]) -> None:
+        """Go on from state and options that were saved: values, or TensorParts with `own_boxes`."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in saved:
+                    group.update(saved[parameter].options)
+        if self._shards is not None:
+            self._shards.set_states({one: _flattened(one, state) for one, (state, _) in saved.items()})
+            return
+        for parameter, (state, _) in saved.items():
+            self.inner.state[parameter] = {key: _placed(parameter, value) for key, value in state.items()}
+
     @contextlib.contextmanager
     def whole_state(self) -> Iterator[None]:
         """Let the worker of rank 0 alone call `state_dict` in the body, which all workers enter."""
@@ -166,10 +202,14 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def begin_step(self, exchange: Exchange, extra_flags: Callable[[], list[float]]) -> None:
         """Begin a step among these workers."""
         self._undo = None
+        self.make_buckets(exchange, extra_flags)
+        self.buckets.begin_step()
+
+    def make_buckets(self, exchange: Exchange, extra_flags: Callable[[], list[float]]) -> None:
+        """Decide how gradients are summed among these workers, and which state this one has."""
         if self._buckets is None or exchange != self._exchange:
             self._exchange, self._extra_flags = exchange, extra_flags
             self._make_buckets(self._trained())
-        self.buckets.begin_step()
 
     def follow_freezing(self) -> None:
         """Make other buckets if parameters were frozen or thawed since; gradients of this step stay."""
@@ -275,6 +315,23 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                     parameter.copy_(weight)
 
         return undo
+
+
+def _placed(parameter: nn.Parameter, value: Any) -> Any:
+    """Return a value that was read, as the optimizer's state of a parameter needs it."""
+    if isinstance(value, TensorPart):  # the parameter is a DTensor
+        sharded: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        if value.values:
+            sharded.to_local().copy_(value.values[0])
+        return sharded
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _flattened(parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+    order = memory_order(parameter)
+    return {key: value.flat(order) if isinstance(value, TensorPart) else value for key, value in state.items()}
 
 
 class _OfElements:

@@ -85,6 +85,5 @@ class Rejoining:
         root = next((rank for rank, position in enumerate(positions) if position.has_state), None)
         if root is None:
             root = 0
-            if self._workers.membership.rank == root:
-                self._state.restore()
+            self._state.restore()
         self._state.copy_state(root)

@@ -59,7 +59,7 @@ class ReplicaSteps:
     def __init__(self, workers: ReplicaWorkers) -> None:
         self.workers = workers
         self._options = workers.options
-        self.state = TrainingState(workers)
+        self.state = TrainingState(workers, self._flags)
         self.times = StepTimes(workers)
         self._rejoining = Rejoining(workers, self.state)
         self._now: _CurrentStep | None = None

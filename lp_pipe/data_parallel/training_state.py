@@ -5,6 +5,7 @@ import copy
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.collectives.backend import Call
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
 from lp_pipe.data_parallel.shards import ReplicaBuffers
+from lp_pipe.data_parallel.trained_model import SavedBeside, TrainedModel
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
 from lp_pipe.training.rng import generators_locked
@@ -26,16 +28,18 @@ class TrainingState:
     """What one worker trains. Used by the thread that runs `train`.
 
     step: the number of the current step, or of the next one. is_trained: whether the worker has trained, or has the
-    state of one that has.
+    state of one that has. flags: what workers tell each other with a step's sums.
     """
 
-    def __init__(self, workers: ReplicaWorkers) -> None:
+    def __init__(self, workers: ReplicaWorkers, flags: Callable[[], list[float]]) -> None:
         self._workers = workers
+        self._flags = flags
         self.step = 0
         self.is_trained = False
         self.optimizers: list[ReplicaOptimizer] = []
         self.buffers = ReplicaBuffers([])
         self._parts: dict[str, Any] = {}  # objects with state_dict() and load_state_dict(), by name
+        self._trained: dict[str, TrainedModel] = {}  # as which checkpoints keep some of these
         self._checkpoints: Checkpoints | None = None
 
     @property
@@ -62,7 +66,20 @@ class TrainingState:
         for number, optimizer in enumerate(self.optimizers):  # training cannot go on without these
             for name, part in (("model", optimizer.model), ("optimizer", optimizer)):
                 if id(part) not in given:
+                    given.add(id(part))
                     self._parts[f"{name} of optimizer {number}"] = part
+        self._trained = self._trained_models()
+
+    def _trained_models(self) -> dict[str, TrainedModel]:
+        schedulers = [part for part in self._parts.values() if isinstance(part, torch.optim.lr_scheduler.LRScheduler)]
+        found = {}
+        for name, part in self._parts.items():
+            own = [one for one in self.optimizers if one.model is part]
+            steps = {id(inner) for one in own for inner in (one, one.inner)}
+            of_own = [scheduler for scheduler in schedulers if id(scheduler.optimizer) in steps]
+            if own:
+                found[name] = TrainedModel(part, own, of_own, self._workers, lambda: self.step, self._flags)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all that `steps` was given.
@@ -96,13 +113,18 @@ class TrainingState:
         """
         rank = self._workers.membership.rank
         self._check_same(self.optimizers)
-        with self._whole_states():
-            own = {name: part.state_dict() for name, part in self._parts.items()} if rank == root else {}
+        read = [one for one in self._trained.values() if one.is_sharded and one.loaded_from is not None]
+        ready = {id(part) for one in read for part in (one.model, *one.optimizers)}  # each worker has read its own
+        parts = {name: part for name, part in self._parts.items() if id(part) not in ready}
+        with self._whole_states([one for one in self.optimizers if id(one) not in ready]):
+            own = {name: part.state_dict() for name, part in parts.items()} if rank == root else {}
         sent = self._workers.broadcast((self.step, own) if rank == root else None, root)
         if not self.is_trained and rank != root:
             self.step, state = sent
-            for name, part in self._parts.items():
+            for name, part in parts.items():
                 part.load_state_dict(state[name])
+        for trained in self._trained.values():
+            trained.loaded_from = None
 
     def share_buffers(self, changed: Sequence[bool]) -> None:
         """Give all workers the buffers of replica 0. changed: which of them replica 0 has written to in this step."""
@@ -145,16 +167,41 @@ class TrainingState:
     # ---- checkpoints, and dropped steps ----
 
     def save(self) -> None:
-        """Save a checkpoint of this step; all workers call this, and rank 0 writes it in the background."""
-        with self._whole_states():
-            if self._workers.membership.rank == 0:
-                self._all_checkpoints().save(self.step, wait=False)
+        """Save a checkpoint of this step; all workers call this.
+
+        Rank 0 writes it in the background. Where optimizer state is sharded, all workers write what they have, at once.
+
+        Raises:
+            CheckpointError: it cannot be written, or the one before could not.
+        """
+        for name, trained in list(self._trained.items()):
+            if not (trained.is_sharded or trained.can_hold()):  # only now is it known what the optimizer keeps
+                self.wait_until_saved()
+                del self._trained[name]
+                self._checkpoints = None
+        if self._workers.membership.rank == 0:
+            self._all_checkpoints().save(self.step, wait=False)
+            return
+        for trained in self._trained.values():
+            if trained.is_sharded:
+                trained.take_part()
 
     def restore(self) -> None:
-        """Load the newest checkpoint, if there is one."""
-        if self._parts and (found := self._all_checkpoints().restore()) is not None:
-            self.step = found.step
-            _log.info("going on from step %d, as %s has it", found.step, found.path)
+        """Load the newest checkpoint, if there is one; all workers call this.
+
+        Rank 0 reads it. Where state is sharded the others read their parts; other state they get by `copy_state`.
+        """
+        places: dict[str, Path | None] = {}
+        if self._workers.membership.rank == 0 and self._parts:
+            if (found := self._all_checkpoints().restore()) is not None:
+                self.step = found.step
+                _log.info("going on from step %d, as %s has it", found.step, found.path)
+            places = {name: trained.loaded_from for name, trained in self._trained.items()}
+        if any(trained.is_sharded for trained in self._trained.values()):
+            places = self._workers.broadcast(places, 0)
+            for name, trained in self._trained.items():
+                if (path := places[name]) is not None and path != trained.loaded_from:
+                    trained.load(path)
 
     def wait_until_saved(self) -> None:
         """Wait until all checkpoints are written."""
@@ -185,16 +232,22 @@ class TrainingState:
         return undo
 
     @contextlib.contextmanager
-    def _whole_states(self) -> Iterator[None]:
+    def _whole_states(self, optimizers: Sequence[ReplicaOptimizer]) -> Iterator[None]:
         """Let rank 0 alone take the state of what is sharded in the body, which all workers enter."""
         with contextlib.ExitStack() as whole:
-            for optimizer in self.optimizers:
+            for optimizer in optimizers:
                 whole.enter_context(optimizer.whole_state())
             yield
 
     def _all_checkpoints(self) -> Checkpoints:
         if self._checkpoints is None:
-            self._checkpoints = Checkpoints(self._parts)
+            models = {id(trained.model): name for name, trained in self._trained.items()}
+            beside = {
+                name: SavedBeside(part, models[id(part.model)])
+                for name, part in self._parts.items()
+                if isinstance(part, ReplicaOptimizer) and id(part.model) in models
+            }
+            self._checkpoints = Checkpoints({**self._parts, **self._trained, **beside})
         return self._checkpoints
 
 

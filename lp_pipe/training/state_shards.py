@@ -161,6 +161,17 @@ class StateShards:
                     name: _cut(parameter, shard, name, value) for name, value in states[parameter].items()
                 }
 
+    def set_states(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Set the shards' state; values of their elements are one-dimensional."""
+        self._state.clear()
+        for parameter in self._shards.keys() & states.keys():
+            self._state[self._trained[parameter]] = dict(states[parameter])
+
+    def range_of(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Return where this rank's shard of a parameter begins and ends; it may be empty."""
+        shard = self._shards.get(parameter)
+        return (0, 0) if shard is None else (shard.begin, shard.end)
+
     def forget(self) -> None:
         """Drop the state of all shards."""
         self._state.clear()
