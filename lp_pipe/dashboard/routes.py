@@ -31,7 +31,6 @@ _KEPT_VIEWS = 8
 _LISTED_RUNS = 200
 _TRACE_PATIENCE_S = 120.0
 
-_ROW = ("state", "pid", "error", "restarts", "waiting", "calls_per_s", "uptime_s")
 
 Asked = Mapping[str, str]
 
@@ -329,14 +328,15 @@ class _LiveWatch:
             yield self._messages.get()
 
     def _follow(self) -> None:
+        """Take the launcher's messages; those of files are left out, because the page reads the files themselves."""
         try:
-            client = _control(self._record, _PATIENCE_S)
-            while not self.is_over.wait(1.0):
-                self.rows = {
-                    f"{label}/{index}": {name: row.get(name) for name in _ROW}
-                    for label, rows in client.status().items()
-                    for index, row in enumerate(rows)
-                }
+            for message in _control(self._record, _PATIENCE_S).watch():
+                if self.is_over.is_set():
+                    return
+                if message["kind"] == "states":
+                    self.rows = {**self.rows, **message["states"]}
+                elif message["kind"] == "live":
+                    self._messages.put(message)
         except LpPipeError as error:
             _log.debug("run %s no longer answers: %s", self._record.name, error)
 

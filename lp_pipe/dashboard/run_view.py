@@ -20,7 +20,7 @@ from lp_pipe.graph import GraphView
 from lp_pipe.graph.scene import Scene, make_scene
 from lp_pipe.launch.run_records import RunRecord, record_in
 from lp_pipe.process_tree import start_time
-from lp_pipe.telemetry.plain_files import open_plain, read_plain
+from lp_pipe.telemetry.plain_files import AppendedLines, open_plain, read_plain
 from lp_pipe.telemetry.run_folder import RunFolder
 
 MAX_LOG_LINES = 2000
@@ -30,34 +30,6 @@ _HANG_BYTES = 256 << 10
 _MAX_SPANS = 20_000
 _TRACE_BYTES = 256 << 20
 _WORST_FIRST = ("dead", "failed", "restarting", "starting", "stopped", "running", "finished", "unknown")
-
-
-class AppendedLines:
-    """The finished lines of a file that grows, each once."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._place = 0
-
-    def new(self) -> list[Any]:
-        """Return the JSON objects of the lines since the last call."""
-        try:
-            if self._path.lstat().st_size <= self._place:
-                return []
-            with open_plain(self._path) as file:
-                file.seek(self._place)
-                data = file.read()
-        except OSError:
-            return []
-        whole = data.rfind(b"\n") + 1
-        self._place += whole
-        found = []
-        for line in data[:whole].splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-        return [one for one in found if isinstance(one, dict)]
 
 
 class RunView:

@@ -1,4 +1,4 @@
-"""The server that answers `lp_pipe status`, `stop` and `stacks` for a run."""
+"""The server that answers `lp_pipe status`, `stop`, `stacks` and `ui` for a run."""
 
 import contextlib
 import logging
@@ -7,6 +7,7 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from lp_pipe.connections.resource_limits import describe_error
@@ -14,9 +15,11 @@ from lp_pipe.connections.socket_dir import make_socket_dir
 from lp_pipe.graph import GraphView
 from lp_pipe.launch.cleanup import prune_entries
 from lp_pipe.launch.coordination.coordinator import Coordinator
+from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.invocation import current_folder, current_invocation, git_state, versions
 from lp_pipe.launch.run_records import Entry, Outcome, RunRecord, record_in
+from lp_pipe.launch.watching import watch
 from lp_pipe.process_tree import start_time, terminal_of
 from lp_pipe.program import Program
 from lp_pipe.rpc import Server
@@ -36,9 +39,10 @@ class Control:
     is_over: set when nothing of the run is left.
     """
 
-    def __init__(self, coordinator: Coordinator, host: Host, is_over: threading.Event) -> None:
+    def __init__(self, coordinator: Coordinator, host: Host, hangs: HangWatch, is_over: threading.Event) -> None:
         self._coordinator = coordinator
         self._host = host
+        self._hangs = hangs
         self._is_over = is_over
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
@@ -59,6 +63,10 @@ class Control:
         """Return Run.stacks()."""
         return self._host.stacks()
 
+    def watch(self, since: float | None = None) -> Iterator[dict[str, Any]]:
+        """Yield what Run.watch() does."""
+        yield from watch(self._coordinator, self._hangs, self._is_over.wait, since)
+
 
 class ControlPoint:
     """Keeps the records of a run in its folder, from `begin` to `close`; of a listed one also answers for it.
@@ -68,7 +76,9 @@ class ControlPoint:
     with a warning.
     """
 
-    def __init__(self, program: Program, mode: str, coordinator: Coordinator, host: Host, is_listed: bool) -> None:
+    def __init__(
+        self, program: Program, mode: str, coordinator: Coordinator, host: Host, hangs: HangWatch, is_listed: bool
+    ) -> None:
         self._program = program
         self._mode = mode
         self._coordinator = coordinator
@@ -79,7 +89,7 @@ class ControlPoint:
         self._parent = record_in(self._folder.path)
         self._events = EventLog(self._folder.events)
         self._is_over = threading.Event()
-        self._control = Control(coordinator, host, self._is_over)
+        self._control = Control(coordinator, host, hangs, self._is_over)
         self._server: Server | None = None
         self._entry: Entry | None = None
         self._own_dir = ""

@@ -140,8 +140,8 @@ def start_run(
     host, coordinator = MODES[mode](plan, metrics, host_options)
     is_listed = mode != "thread" if options.listed is None else options.listed
     keeps_records = is_listed or options.run_dir is not None
-    control = ControlPoint(program, mode, coordinator, host, is_listed) if keeps_records else None
     hangs = HangWatch(coordinator, host, options.hang_after)
+    control = ControlPoint(program, mode, coordinator, host, hangs, is_listed) if keeps_records else None
     run = Run(program, coordinator, host, metrics, hangs, control, keeps_empty_folder=keeps_records)
     print_reports()
     run.start()

@@ -4,7 +4,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +24,7 @@ from lp_pipe.launch.report import described_failure, save_failure
 from lp_pipe.launch.run_records import Outcome
 from lp_pipe.launch.services import EndedServices, LauncherServices
 from lp_pipe.launch.signals import Interrupts, Latch
+from lp_pipe.launch.watching import watch
 from lp_pipe.launched import asking, publish, replace_published
 from lp_pipe.program import Program
 from lp_pipe.rpc.fork_guard import ForkGuard
@@ -210,6 +211,17 @@ class Run:
         """
         self._check_owner()
         return self._coordinator.status()
+
+    def watch(self, since: float | None = None) -> Iterator[dict[str, Any]]:
+        """Yield what is new until the run is over: dicts whose "kind" is states, event, metrics, live or end.
+
+        states: the rows of `status` that have changed, by node; at first all. event and metrics: what is appended to
+        events.jsonl and metrics.jsonl. live: long waits, and the traffic along each edge, once a second. end: the last.
+        since: seconds since the epoch; events and metrics after that time come first. Nothing runs between two steps
+        of the iterator.
+        """
+        self._check_owner()
+        return watch(self._coordinator, self._hangs, self._is_over.wait, since)
 
     def client(self, handle_or_label: Handle[Any] | str, index: int = 0) -> Any:
         """A client of a node: what its handle dereferences to in the launcher, once its server is up.

@@ -1,10 +1,11 @@
 """Open files of a run's folder for reading without following links: another user's folder could link to any file."""
 
 import contextlib
+import json
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -28,3 +29,31 @@ def read_plain(path: Path, limit: int = 64 << 20) -> bytes:
     with contextlib.suppress(OSError), open_plain(path) as file:
         return file.read(limit)
     return b""
+
+
+class AppendedLines:
+    """The finished lines of a file of JSON objects that grows, each once. start: the offset of the first one."""
+
+    def __init__(self, path: Path, start: int = 0) -> None:
+        self._path = path
+        self._place = start
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the JSON objects of the lines since the last call."""
+        try:
+            if self._path.lstat().st_size <= self._place:
+                return []
+            with open_plain(self._path) as file:
+                file.seek(self._place)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data.rfind(b"\n") + 1
+        self._place += whole
+        found = []
+        for line in data[:whole].splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return [one for one in found if isinstance(one, dict)]

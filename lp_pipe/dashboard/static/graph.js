@@ -205,14 +205,15 @@ async function nodePanel(panel, node, close) {
   const update = () => {
     const row = run.states[node] || {};
     const rows = [["state", row.state], ["pid", row.pid], ["restarts", row.restarts],
-      ["up", row.uptime_s ? duration(row.uptime_s) : null], ["calls/s", row.calls_per_s],
+      ["up", row.since && row.state === "running" ? duration(Date.now() / 1000 - row.since) : null],
+      ["calls/s", run.edges.length ? number(calls(node)) : null],
       ["waits", row.waiting], ["error", row.error]];
     facts.replaceChildren(...rows.filter(([, value]) => value !== null && value !== undefined && value !== "")
       .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value)))));
     ask_stacks.hidden = run.info.state !== "running";
   };
   update();
-  const leaves = [on("states", update)];
+  const leaves = [on("states", update), on("live", update)];
   panel.leave = () => { for (const one of leaves) one(); panel.leave = null; };
   const follower = followLog(log, node);
   leaves.push(follower.stop);
@@ -224,6 +225,10 @@ async function nodePanel(panel, node, close) {
     leaves.push(() => chart.close());
     await chart.load();
   }
+}
+
+function calls(node) {
+  return Number(run.edges.filter((one) => one.server === node).reduce((sum, one) => sum + one.calls_per_s, 0).toPrecision(3));
 }
 
 function stacksOf(text, node) {
