@@ -1,5 +1,6 @@
 """A training loop that runs replicated and plainly, for the tests of this folder."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,33 +61,54 @@ def configure(step: int, model: Net) -> None:
     model.inner.requires_grad_(step % 4 != 2)
 
 
+def accumulate(
+    model: nn.Module,
+    step: int,
+    batch: tuple[Tensor, Tensor],
+    replicas: int,
+    microbatches: int,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    count: Callable[[Tensor], int] = len,
+) -> None:
+    """Give the model the gradients and buffers of a step, as the contract says (docs/data_parallel.md).
+
+    count: the weight of a micro-batch, by its targets.
+    """
+    inputs, targets = batch
+    parts = [
+        list(zip(xs.chunk(microbatches), ys.chunk(microbatches), strict=True))
+        for xs, ys in zip(inputs.chunk(replicas), targets.chunk(replicas), strict=True)
+    ]
+    whole = sum(count(y) for part in parts for _, y in part)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    total: list[Tensor | None] = []
+    first: dict[str, Tensor] = {}
+    for replica, part in enumerate(parts):
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+        model.zero_grad()
+        for index, (x, y) in enumerate(part):
+            with pp.step_rng(SEED, replica, step, index):
+                (loss_of(model(x), y) * (count(y) / whole)).backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        total = found if replica == 0 else [_added(a, b) for a, b in zip(total, found, strict=True)]
+        first = first or {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for name, buffer in model.named_buffers():
+        buffer.copy_(first[name])
+    for parameter, gradient in zip(model.parameters(), total, strict=True):
+        parameter.grad = gradient
+
+
 def plain_loop(
     steps: int, replicas: int, microbatches: int = 1, clip: float | None = 0.5
 ) -> tuple[Net, torch.optim.Optimizer]:
-    """Train as the contract of data parallelism says (docs/data_parallel.md)."""
+    """Train in one plain loop."""
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     for step in range(steps):
         configure(step, model)
-        inputs, targets = batch(step)
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        total: list[Tensor | None] = []
-        first: dict[str, Tensor] = {}
-        for replica, (xs, ys) in enumerate(zip(inputs.chunk(replicas), targets.chunk(replicas), strict=True)):
-            for name, buffer in model.named_buffers():
-                buffer.copy_(before[name])
-            model.zero_grad()
-            for index, (x, y) in enumerate(zip(xs.chunk(microbatches), ys.chunk(microbatches), strict=True)):
-                with pp.step_rng(SEED, replica, step, index):
-                    (F.cross_entropy(model(x), y) * (len(x) / len(inputs))).backward()
-            found = [parameter.grad for parameter in model.parameters()]
-            total = found if replica == 0 else [_added(a, b) for a, b in zip(total, found, strict=True)]
-            first = first or {name: buffer.clone() for name, buffer in model.named_buffers()}
-        for name, buffer in model.named_buffers():
-            buffer.copy_(first[name])
-        for parameter, gradient in zip(model.parameters(), total, strict=True):
-            parameter.grad = gradient
+        accumulate(model, step, batch(step), replicas, microbatches, F.cross_entropy)
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
