@@ -128,10 +128,13 @@ def _as_table(profile: "Profile") -> str:
             f"{layer.parameter_bytes:,}",
             f"{layer.stash_bytes:,}",
             f"{layer.peak_bytes:,}",
+            f"{layer.flops:,}",
+            f"{layer.backward_flops:,}",
         ]
         for layer in profile.layers
     ]
-    return table(["LAYER", "FORWARD", "BACKWARD", "OUTPUT BYTES", "PARAMETER BYTES", "KEPT BYTES", "PEAK BYTES"], rows)
+    sizes = ["OUTPUT BYTES", "PARAMETER BYTES", "KEPT BYTES", "PEAK BYTES"]
+    return table(["LAYER", "FORWARD", "BACKWARD", *sizes, "FLOPS", "BACKWARD FLOPS"], rows)
 
 
 def _time(median: float, spread: float | None) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lp_pipe.channels.packing import copied
 from lp_pipe.pipeline.compute.activation_meter import ActivationMeter, memory_of
@@ -128,6 +129,23 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_of(value) if tensor.layout is torch.strided]
 
 
+class FlopMeter:
+    """A counter of the floating-point operations in its body, each time that it is entered."""
+
+    def __init__(self) -> None:
+        self._counter: FlopCounterMode | None = None
+        self.counts: list[int] = []
+
+    def __enter__(self) -> None:
+        self._counter = FlopCounterMode(display=False)
+        self._counter.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        assert self._counter is not None, "it was entered"
+        self._counter.__exit__(*error)
+        self.counts.append(self._counter.get_total_flops())
+
+
 _WARMUPS = 2
 _MICROBATCH = 0
 
@@ -160,7 +178,7 @@ class Measured:
     backward_input: list[float] = field(default_factory=list)
     backward_weight: list[float] = field(default_factory=list)
     activation_bytes: int = 0
-    meter: PeakMeter | None = None  # only in the round of peak_bytes, which takes longer
+    meter: PeakMeter | FlopMeter | None = None  # only in the rounds of peak_bytes and flops, which take longer
 
 
 class LayerRounds:
@@ -189,6 +207,13 @@ class LayerRounds:
         self.measured = [Measured(meter=meter) for meter in meters]
         self._run(split=False)
         return [meter.peak_bytes for meter in meters]
+
+    def flops(self) -> list[tuple[int, int]]:
+        """Return the operations of each layer's forward and backward, from a round of its own, and forget the times."""
+        meters = [FlopMeter() for _ in self._stages]
+        self.measured = [Measured(meter=meter) for meter in meters]
+        self._run(split=False)
+        return [(sum(meter.counts[:-1]), meter.counts[-1]) for meter in meters]  # the loss counts for the last layer
 
     def stash_bytes(self) -> list[int]:
         """Return what each layer leaves for its backward, from one more forward, and forget the times."""

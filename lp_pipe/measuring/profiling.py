@@ -69,9 +69,9 @@ def profile_layers(work: Work, busy: int = 1) -> Profile:
             rounds.run()
     measured = rounds.measured
     with computing_with(Resources().threads):
-        bytes_ = list(zip(rounds.peak_bytes(), rounds.stash_bytes(), strict=True))
+        counted = list(zip(rounds.peak_bytes(), rounds.stash_bytes(), rounds.flops(), strict=True))
     names = layer_names(work.sources)
-    layers_measured = zip(names, measured, bytes_, rounds.layers, strict=True)
+    layers_measured = zip(names, measured, counted, rounds.layers, strict=True)
     edges = [(index, index + 1) for index in range(len(names) - 1)] + rounds.skips
     return Profile(
         tuple(_layer_profile(*parts) for parts in layers_measured),
@@ -79,7 +79,10 @@ def profile_layers(work: Work, busy: int = 1) -> Profile:
     )
 
 
-def _layer_profile(name: str, taken: Measured, bytes_: tuple[int, int], layer: nn.Module) -> LayerProfile:
+def _layer_profile(
+    name: str, taken: Measured, counted: tuple[int, int, tuple[int, int]], layer: nn.Module
+) -> LayerProfile:
+    peak_bytes, stash_bytes, (flops, backward_flops) = counted
     backward, weight = median(taken.backward), median(taken.backward_weight)
     parts = median(taken.backward_input) + weight
     return LayerProfile(
@@ -92,8 +95,10 @@ def _layer_profile(name: str, taken: Measured, bytes_: tuple[int, int], layer: n
         backward_weight_s=backward * weight / parts if parts else 0.0,
         forward_spread_s=_spread(taken.forward),
         backward_spread_s=_spread(taken.backward),
-        peak_bytes=bytes_[0],
-        stash_bytes=bytes_[1],
+        peak_bytes=peak_bytes,
+        stash_bytes=stash_bytes,
+        flops=flops,
+        backward_flops=backward_flops,
     )
 
 

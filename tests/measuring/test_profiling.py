@@ -1,4 +1,5 @@
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,22 @@ def test_layers_are_measured_by_name() -> None:
     assert 0.01 <= sleep.forward_s < 0.1 and 0.02 <= sleep.backward_s < 0.2
     assert sleep.backward_weight_s == pytest.approx(0, abs=0.005)
     assert profile.layers[0].backward_input_s == pytest.approx(0, abs=1e-3)  # nobody wants the input's gradient
+
+
+def test_operations_are_counted_by_layer_and_kept_in_a_file(tmp_path: Path) -> None:
+    layers = nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4, bias=False), Unsqueeze(), nn.Conv1d(4, 4, 1)
+    profile = pp.profile(make_model(*layers), torch.randn(32, 8), torch.randn(32, 4, 1))
+    product = 2 * 32 * 16  # operations of a matrix product with 16, times its other size
+    assert [layer.flops for layer in profile.layers] == [product * 8, 0, product * 4, 0, product]
+    # The first layer's input needs no gradient.
+    assert [layer.backward_flops for layer in profile.layers] == [product * 8, 0, 2 * product * 4, 0, 2 * product]
+    profile.save(tmp_path / "profile.json")
+    assert pp.Profile.load(tmp_path / "profile.json") == profile
+
+
+class Unsqueeze(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unsqueeze(-1)
 
 
 class Wasteful(nn.Module):

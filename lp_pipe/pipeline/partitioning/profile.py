@@ -25,7 +25,7 @@ from lp_pipe.telemetry.names import name_list
 _TIMES = ("forward_s", "backward_s")
 _SIZES = ("activation_bytes", "parameter_bytes")
 _KEYS = ("name", *_TIMES, *_SIZES)
-_MEASURED = ("forward_spread_s", "backward_spread_s", "peak_bytes", "stash_bytes")
+_MEASURED = ("forward_spread_s", "backward_spread_s", "peak_bytes", "stash_bytes", "flops", "backward_flops")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class LayerProfile:
     the part of backward_s that is for its parameters' gradients; forward_spread_s and backward_spread_s, between the
     first and the third quarter of the rounds; peak_bytes, the most that its tensors take at a time in forward and
     backward, beside its input, its parameters and their gradients; stash_bytes, what its forward leaves for its
-    backward, without its input, and with its output if that or the next layer keeps it.
+    backward, without its input, and with its output if that or the next layer keeps it; flops and backward_flops, the
+    floating-point operations of its forward and its backward that torch.utils.flop_counter counts: matrix products,
+    convolutions, attention.
     """
 
     name: str
@@ -49,6 +51,8 @@ class LayerProfile:
     backward_spread_s: float | None = None
     peak_bytes: float | None = None
     stash_bytes: float | None = None
+    flops: float | None = None
+    backward_flops: float | None = None
 
     @property
     def kept_bytes(self) -> float:

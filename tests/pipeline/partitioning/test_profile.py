@@ -50,6 +50,7 @@ def test_layers_are_ordered_by_who_reads_whom() -> None:
         ({"layers": [layer("a", forward_s=10**400)]}, r"layers\[0\].forward_s \(layer 'a'\): .*10+"),
         ({"layers": [layer("a", forward_s=1e300)]}, r"layers\[0\].forward_s \(layer 'a'\): 1e\+300 is too large"),
         ({"layers": [layer("a", peak_bytes=-1)]}, r"layers\[0\].peak_bytes \(layer 'a'\): .*-1"),
+        ({"layers": [layer("a", flops=-1)]}, r"layers\[0\].flops \(layer 'a'\): .*-1"),
         ({"layers": [layer("a", stash_bytes=-1)]}, r"layers\[0\].stash_bytes \(layer 'a'\): .*-1"),
         ({"layers": [layer("a", forward_spread_s="x")]}, r"forward_spread_s \(layer 'a'\): .*'x'"),
         ({"layers": [layer("a", speed=1)]}, r"layers\[0\]: .*'speed'"),
