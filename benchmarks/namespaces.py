@@ -1,4 +1,4 @@
-"""Two hosts in one machine: network namespaces joined by a link of limited bandwidth. Needs root, ip and tc."""
+"""Hosts in one machine: network namespaces joined by links of limited bandwidth. Needs root, ip and tc."""
 
 import contextlib
 import json
@@ -66,6 +66,37 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         yield hosts[0], hosts[1]
     finally:
         for host in hosts:
+            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
+
+
+@contextlib.contextmanager
+def hosts_on_a_switch(count: int, bytes_per_s: float) -> Iterator[list[Host]]:
+    """Create namespaces that a switch joins, each by a link of this rate in both directions; remove them at the end.
+
+    Raises:
+        CalledProcessError: this system does not allow them.
+    """
+    mark = f"lpbench{os.getpid()}"
+    switch = Host(f"{mark}-switch", "br0", "")
+    hosts = [Host(f"{mark}-{place}", f"lp{place}", f"10.213.8.{place}") for place in range(1, count + 1)]
+    try:
+        for host in (switch, *hosts):
+            _run("ip", "netns", "add", host.namespace)
+        _run(*switch.command("ip", "link", "add", switch.device, "type", "bridge"))
+        _run(*switch.command("ip", "link", "set", switch.device, "up"))
+        for number, host in enumerate(hosts):
+            port = Host(switch.namespace, f"port{number}", "")
+            ends = [("name", end.device, "netns", end.namespace) for end in (host, port)]
+            _run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+            _run(*port.command("ip", "link", "set", port.device, "master", switch.device, "up"))
+            _run(*host.command("ip", "address", "add", f"{host.address}/24", "dev", host.device))
+            for device in ("lo", host.device):
+                _run(*host.command("ip", "link", "set", device, "up"))
+            for end in (host, port):
+                end.limit(bytes_per_s)
+        yield hosts
+    finally:
+        for host in (*hosts, switch):
             subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
 
 
