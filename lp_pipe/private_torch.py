@@ -90,6 +90,44 @@ def _put(where: MutableMapping[str, Any] | None, module: nn.Module, name: str, v
         where[name] = value
 
 
+class WatchedParameters(dict[str, nn.Parameter | None]):
+    """A module's own parameters by name; `before_read` is called with each one that is about to be read."""
+
+    before_read: Callable[[nn.Parameter], None]
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        found = super().__getitem__(name)
+        if found is not None:
+            self.before_read(found)
+        return found
+
+    def get(self, name: str, default: Any = None) -> Any:
+        found = super().get(name, default)
+        if found is not None and found is not default:
+            self.before_read(found)
+        return found
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self.items()),)  # a copy of the module is not watched
+
+
+def watch_parameters(module: nn.Module, before_read: Callable[[nn.Parameter], None]) -> bool:
+    """Call `before_read` before parameters are read through the module; return whether it will be. Lost: False."""
+    own = getattr(module, "_parameters", None)
+    if type(own) is not dict or hasattr(module, "_orig_mod"):  # a compiled module's code reads its own copy
+        return False
+    watched = WatchedParameters(own)
+    watched.before_read = before_read
+    module.__dict__["_parameters"] = watched
+    return True
+
+
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Return the names of the module's own buffers that are not saved. Lost: none."""
     found: set[str] = getattr(module, "_non_persistent_buffers_set", set())

@@ -142,7 +142,6 @@ class PushPull:
         self._numbers = itertools.count()
         self._uses: dict[str, int] = {}  # of each name
         self._under_way: dict[PartKey, tuple[PendingSum, Tensor]] = {}
-        self._prefixes = 0
         self._unanswered = 0
         self._error: Exception | None = None
         self._connections: list[Connection] = []
@@ -214,15 +213,10 @@ class PushPull:
     def partition_bytes(self) -> int:
         return self._options.partition_bytes
 
-    def new_prefix(self) -> str:
-        """Return a beginning of names that no other tensors have, the same on workers that ask equally often."""
-        self._prefixes += 1
-        return f"gradients {self._prefixes}"
-
-    def forget(self, prefix: str) -> None:
-        """Forget the names that begin so; they will not be used again."""
-        with self._changed:
-            self._uses = {name: uses for name, uses in self._uses.items() if not name.startswith(f"{prefix} ")}
+    @property
+    def has_priority(self) -> bool:
+        """Whether urgent parts overtake others."""
+        return self._options.priority
 
     def parts_of(self, tensor: Tensor) -> int:
         """Return the number of parts that a flat tensor is sent in."""

@@ -242,17 +242,21 @@ class GradientBuckets:
         Raises:
             GenerationOver: a worker is gone.
         """
-        for index, parameter in enumerate(self._parameters):  # what the user has set or deleted by hand
-            if parameter.grad is None:
-                self._fired[self._slot].discard(index)
-            else:
-                self._take(index, parameter)
+        self._take_rest()
         self._sum_rest()
         self._present = self._flags[: len(self._parameters)].real.tolist()
         for index, parameter in enumerate(self._parameters):
             bucket = self._bucket_of[index]
             is_whole = self._present[index] and not self._is_sharded
             parameter.grad = self._placed(bucket.total, bucket, index) if is_whole else None
+
+    def _take_rest(self) -> None:
+        """Take what the user has set or deleted by hand."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is None:
+                self._fired[self._slot].discard(index)
+            else:
+                self._take(index, parameter)
 
     def own_shards(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Return the range of elements of each parameter that lies in this worker's shards, also if it is empty."""

@@ -1,16 +1,22 @@
 """The gradients of a model, in buckets that servers sum, each as soon as its last gradient is there."""
 
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lp_pipe.collectives.push_pull import PendingSum
 from lp_pipe.data_parallel.buckets import Bucket, Exchange, GradientBuckets
+from lp_pipe.data_parallel.late_updates import LateSum
+from lp_pipe.errors import DataParallelError
 
 
 class ServedBuckets(GradientBuckets):
-    """Buckets that need no common order: a server knows them by name, and front layers overtake the others."""
+    """Buckets that need no common order: a server knows them by name, and front layers overtake the others.
+
+    is_late: returns whether a parameter still has to be updated with the sum of an earlier step.
+    """
 
     has_flags_apart = True
 
@@ -20,14 +26,16 @@ class ServedBuckets(GradientBuckets):
         exchange: Exchange,
         bucket_bytes: int,
         extra_flags: Callable[[], Sequence[float]],
-        *,
-        is_sharded: bool = False,
+        is_late: Callable[[Tensor], bool],
     ) -> None:
-        assert exchange.push_pull is not None and not is_sharded
+        assert exchange.push_pull is not None
+        self._is_late = is_late
         self._servers = exchange.push_pull
         self._sums: dict[int, PendingSum] = {}  # of this step, by the bucket's number
         super().__init__(named_parameters, exchange, min(bucket_bytes, self._servers.partition_bytes), extra_flags)
-        self._prefix = self._servers.new_prefix()
+        # Of the parameters, not a count: workers that have joined later have not made the same buckets before.
+        layout = repr([(name, list(parameter.shape)) for name, parameter in named_parameters])
+        self._prefix = f"gradients {zlib.crc32(layout.encode()):08x}"
         self._turns: list[int] = []  # of each bucket's first part
         turn = 0
         for bucket in self._buckets:
@@ -49,10 +57,6 @@ class ServedBuckets(GradientBuckets):
     def drain(self) -> None:
         """Do nothing: sums by servers have no order among the other collectives."""
 
-    def close(self) -> None:
-        super().close()
-        self._servers.forget(self._prefix)
-
     def _count(self, index: int, window: dict[int, int]) -> None:
         window[index] = window.get(index, 0) + 1
         if not self._sends_early or self._expected is None:
@@ -65,10 +69,44 @@ class ServedBuckets(GradientBuckets):
             if not bucket.pending:
                 self._begin(bucket)
 
-    def _sum_rest(self) -> None:
+    def finish_late(self) -> list[LateSum]:
+        """Begin the sums that are left, and wait for the flags only; return the sums. No parameter has a `.grad` then.
+
+        Raises: as `finish`.
+        """
+        self._take_rest()
+        self._begin_rest()
+        flags = self._buckets[-1]
+        flags.total = self._sums[flags.number].wait()
+        present = self._flags[: len(self._parameters)].real.tolist()
+        found = []
+        for bucket in self._buckets[:-1]:
+            pending = self._sums[bucket.number]
+            gradients = {
+                self._parameters[index]: self._placed(pending.total, bucket, index)
+                for index in bucket.places
+                if present[index]
+            }
+            found.append(LateSum(pending, gradients))
+        for parameter in self._parameters:
+            parameter.grad = None
+        return found
+
+    def _take(self, index: int, parameter: Tensor) -> None:
+        if self._is_late(parameter):
+            raise DataParallelError(
+                f"{self._names[index]!r} got a gradient before it was updated with the last step's sum, because it was "
+                "not read through its module: read it there in each step, or use dp.Servers(priority=False)"
+            )
+        super()._take(index, parameter)
+
+    def _begin_rest(self) -> None:
         for bucket in self._buckets:
             if bucket.number not in self._sums:
                 self._begin(bucket)
+
+    def _sum_rest(self) -> None:
+        self._begin_rest()
         for bucket in reversed(self._buckets):
             bucket.total = self._sums[bucket.number].wait()
 

@@ -193,7 +193,8 @@ class ReplicaSteps:
         if now.has_values:
             with self._over_noted():
                 with self.times.summing():
-                    optimizer.buckets.finish()
+                    is_only = len(self.state.optimizers) == 1
+                optimizer.finish_sums(may_be_late=is_only and not self._options.may_change)
                 self._note_flags(now, optimizer)
                 if is_last:
                     with self.times.waiting():
@@ -311,6 +312,8 @@ class ReplicaSteps:
             CollectiveMismatch, DataParallelError: other workers go on with steps.
         """
         self._close()
+        for optimizer in self.state.optimizers:
+            optimizer.finish_updates()
         self._answers_at_once = True
         self._answer_requests()
         if self._options.may_change and not self.workers.has_met:

@@ -44,7 +44,7 @@ def refuse_not_elementwise(optimizer: torch.optim.Optimizer, option: str) -> Non
         NotSupported: names the optimizer.
     """
     kind = type(optimizer)
-    if not getattr(kind, "elementwise", kind in _ELEMENTWISE):
+    if not is_elementwise(optimizer):
         raise NotSupported(
             f"{option} with {kind.__name__}: each process updates a part of a parameter's elements, which is right for "
             "optimizers that treat every element independently, such as SGD, Adam, AdamW and RMSprop. If "
@@ -52,6 +52,12 @@ def refuse_not_elementwise(optimizer: torch.optim.Optimizer, option: str) -> Non
         )
     if overrides_state_dict(optimizer):
         raise NotSupported(f"{option} with {kind.__name__}, which has a state_dict() of its own: use zero=0")
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer is known to treat every element independently."""
+    kind = type(optimizer)
+    return bool(getattr(kind, "elementwise", kind in _ELEMENTWISE))
 
 
 def flat(tensor: Tensor) -> Tensor:
