@@ -55,7 +55,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self._layout: list[str] = []
         self._undo: Callable[[], None] | None = None
         self._late_sums: list[LateSum] | None = None  # of the step that is about to be applied
-        self._late = LateUpdates(inner, model)
+        self.late = LateUpdates(inner, model)  # of the last step, where sums come after it
         self.named_parameters()  # refuses strange ones
 
     def __getattr__(self, name: str) -> Any:
@@ -73,7 +73,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The state by parameter; where it is sharded, that of this worker's shards."""
-        self.finish_updates()
+        self.late.finish()
         if self._shards is None:
             return self.inner.state
         return {parameter: dict(state.values) for parameter, state in self._shards.states().items()}
@@ -84,13 +84,13 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state; where it is sharded, all workers must call this."""
-        self.finish_updates()
+        self.late.finish()
         if self._shards is None:
             return self.inner.state_dict()
         return self._whole_state(self._shards, keeps=True) if self._whole is None else self._whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.finish_updates()
+        self.late.finish()
         if self._shards is None:
             self.inner.load_state_dict(state_dict)
             return
@@ -103,7 +103,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def state_parts(self) -> dict[Tensor, dict[str, Any]]:
         """Return the state that this worker has, by parameter, not copied: values, or TensorParts of them."""
-        self.finish_updates()
+        self.late.finish()
         if self._shards is None:
             return {parameter: dict(values) for parameter, values in self.inner.state.items()}
         return {
@@ -181,7 +181,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             DataParallelError: one is not the model's.
         """
         own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        with self._late.unnoticed():
+        with self.late.unnoticed():
             named = [(name, parameter) for name, parameter in self.model.named_parameters() if id(parameter) in own]
         if len(named) != len(own):
             strange = own - {id(parameter) for _, parameter in named}
@@ -236,7 +236,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def finish_sums(self, *, may_be_late: bool) -> None:
         """Sum what is left. may_be_late: sums may come after the step, which then updates parameters one by one."""
-        self.finish_updates()
+        self.late.finish()
         buckets = self.buckets
         is_late = may_be_late and self._can_be_late and isinstance(buckets, ServedBuckets)
         if is_late and isinstance(buckets, ServedBuckets):
@@ -250,22 +250,13 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         push_pull = self._exchange.push_pull if self._exchange is not None else None
         is_asked_for = push_pull is not None and push_pull.has_priority
         is_single = self._clip_grad_norm is None and not self.is_sharded and is_elementwise(self.inner)
-        return is_asked_for and is_single and self._late.are_possible()
-
-    @property
-    def has_late_updates(self) -> bool:
-        """Whether parameters still wait for the sums of the last step; reading them through the model waits, too."""
-        return self._late.is_left
-
-    def finish_updates(self) -> None:
-        """Make the updates of earlier steps whose sums have come late."""
-        self._late.finish()
+        return is_asked_for and is_single and self.late.are_possible()
 
     def apply(self, *, keeps_undo: bool) -> None:
         """Clip the summed gradients and step the wrapped optimizer. keeps_undo: `undo` may be called later."""
         late, self._late_sums = self._late_sums, None
         if late is not None:
-            self._late.begin(late)
+            self.late.begin(late)
             return
         if keeps_undo:
             self._undo = self._undoing()
@@ -304,7 +295,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
 
     def _make_buckets(self, trained: list[tuple[str, nn.Parameter]]) -> None:
-        self.finish_updates()
+        self.late.finish()
         self.close()
         for name, parameter in trained:
             if parameter.device.type != "cpu":
@@ -317,7 +308,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         has_whole_sums = not self.is_sharded or self._clip_grad_norm is not None
         given = trained, self._exchange, self._bucket_bytes, self._extra_flags
         if self._exchange.push_pull is not None:
-            self._buckets = ServedBuckets(*given, self._late.is_late)
+            self._buckets = ServedBuckets(*given, self.late.is_late)
         else:
             self._buckets = GradientBuckets(*given, is_sharded=not has_whole_sums)
         self._layout = [name for name, _ in trained]

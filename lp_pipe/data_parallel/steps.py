@@ -313,7 +313,7 @@ class ReplicaSteps:
         """
         self._close()
         for optimizer in self.state.optimizers:
-            optimizer.finish_updates()
+            optimizer.late.finish()
         self._answers_at_once = True
         self._answer_requests()
         if self._options.may_change and not self.workers.has_met:

@@ -53,7 +53,7 @@ def train(replica: dp.Replica, folder: str, has_priority: bool) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     seen, last = [], next(iter(model.parameters()))
     for step in replica.steps(STEPS, model=model, optimizer=optimizer, scheduler=scheduler):
-        assert optimizer.has_late_updates == (has_priority and step > 0)
+        assert optimizer.late.is_left == (has_priority and step > 0)
         seen.append([parameter.detach().clone() for parameter in model.parameters()])
         for x, y, weight in replica.shards(batch(step)):
             (F.mse_loss(model(x), y) * weight).backward()
