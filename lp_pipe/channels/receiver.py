@@ -67,8 +67,8 @@ class Receiver:
             self._return_credit(message.token)
             if recorder is not None:
                 flow = f"{self.channel}>{self._node}#{message.number}"
-                sender = {"from": self._waits_for.peer}
-                recorder.add("receive", tracing.TRANSFER, start, time.monotonic(), flow, **sender)
+                args = {"flow": flow, "from": self._waits_for.peer}
+                recorder.add("receive", tracing.TRANSFER, start, time.monotonic(), **args)
 
     def abort(self, tag: int, reason: str) -> None:
         """Make receives with this tag and lower ones raise ChannelClosed, also a blocked one; drop their messages."""

@@ -81,7 +81,7 @@ class Sender:
         self._edge.bytes_sent += layout.size_bytes
         if recorder is not None:
             to, flow = self._waits_for.peer, f"{self._channel}>{self._waits_for.peer}#{number}"
-            recorder.add("send", tracing.TRANSFER, start, time.monotonic(), flow, to=to, bytes=layout.size_bytes)
+            recorder.add("send", tracing.TRANSFER, start, time.monotonic(), flow=flow, to=to, bytes=layout.size_bytes)
 
     @property
     def keeps_on_gpu(self) -> bool:

@@ -103,6 +103,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "module:function of a record; may be given several times",
     )
     parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="record what all nodes do, into trace.json in the run's folder, for ui.perfetto.dev",
+    )
+    parser.add_argument(
         "--log-level",
         type=str.upper,
         choices=["DEBUG", "INFO", "WARNING", "ERROR"],
@@ -158,6 +163,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                 with _explained(arguments.target, ours):
                     options |= {"grace": arguments.grace, "hang_after": arguments.hang_after, "setup": setup}
                     options |= {"listed": True, "run_dir": run_dir, "metrics_sinks": (display.metrics, *sinks)}
+                    options |= {"trace": arguments.trace}
                     run: Run | ElasticRun
                     if make is None:
                         run = launch(program, arguments.mode, **options)

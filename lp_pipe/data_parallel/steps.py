@@ -4,6 +4,7 @@ import contextlib
 import enum
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from lp_pipe.data_parallel.step_times import StepTimes
 from lp_pipe.data_parallel.training_state import TrainingState
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, Unavailable
+from lp_pipe.telemetry import tracing
 from lp_pipe.training.rng import step_rng
 
 T = TypeVar("T")
@@ -86,9 +88,11 @@ class ReplicaSteps:
                     raise Unavailable(f"{self.workers.node.name}: the program stops before step {self.state.step}")
                 self._answer_requests()
                 self._open()
-                before = self.state.step
+                before, recorder, start = self.state.step, tracing.recorder, time.monotonic()
                 yield self.state.step
                 self._close()
+                if recorder is not None:
+                    recorder.add("step", tracing.STEP, start, time.monotonic(), step=before)
                 self.times.log(self.state.step, count)
                 if save_every and self.state.step > before and self.state.step % save_every == 0:
                     self.state.save()

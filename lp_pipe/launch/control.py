@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from lp_pipe.connections.resource_limits import describe_error
@@ -19,6 +20,7 @@ from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.invocation import current_folder, current_invocation, git_state, versions
 from lp_pipe.launch.run_records import Entry, Outcome, RunRecord, record_in
+from lp_pipe.launch.tracing import TraceEnd, Tracer
 from lp_pipe.launch.watching import watch
 from lp_pipe.process_tree import start_time, terminal_of
 from lp_pipe.program import Program
@@ -39,10 +41,13 @@ class Control:
     is_over: set when nothing of the run is left.
     """
 
-    def __init__(self, coordinator: Coordinator, host: Host, hangs: HangWatch, is_over: threading.Event) -> None:
+    def __init__(
+        self, coordinator: Coordinator, host: Host, hangs: HangWatch, tracer: Tracer, is_over: threading.Event
+    ) -> None:
         self._coordinator = coordinator
         self._host = host
         self._hangs = hangs
+        self._tracer = tracer
         self._is_over = is_over
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
@@ -67,6 +72,20 @@ class Control:
         """Yield what Run.watch() does."""
         yield from watch(self._coordinator, self._hangs, self._is_over.wait, since)
 
+    def trace(self, path: str, steps: int, limit_s: float) -> TraceEnd:
+        """Record what all nodes do until so many steps are complete, or for `limit_s` seconds, into a file.
+
+        Raises:
+            NotSupported: the run is traced already.
+            OSError: the file cannot be written.
+        """
+        self._tracer.begin(Path(path))
+        try:
+            self._tracer.wait_for_steps(steps, limit_s)
+        finally:
+            end = self._tracer.end()
+        return end
+
 
 class ControlPoint:
     """Keeps the records of a run in its folder, from `begin` to `close`; of a listed one also answers for it.
@@ -77,7 +96,14 @@ class ControlPoint:
     """
 
     def __init__(
-        self, program: Program, mode: str, coordinator: Coordinator, host: Host, hangs: HangWatch, is_listed: bool
+        self,
+        program: Program,
+        mode: str,
+        coordinator: Coordinator,
+        host: Host,
+        hangs: HangWatch,
+        tracer: Tracer,
+        is_listed: bool,
     ) -> None:
         self._program = program
         self._mode = mode
@@ -89,7 +115,7 @@ class ControlPoint:
         self._parent = record_in(self._folder.path)
         self._events = EventLog(self._folder.events)
         self._is_over = threading.Event()
-        self._control = Control(coordinator, host, hangs, self._is_over)
+        self._control = Control(coordinator, host, hangs, tracer, self._is_over)
         self._server: Server | None = None
         self._entry: Entry | None = None
         self._own_dir = ""

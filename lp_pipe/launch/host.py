@@ -95,6 +95,14 @@ class Host(ABC):
         """Pass a fault (lp_pipe.testing) to every process of the nodes; returns by node how often it has struck."""
 
     @abstractmethod
+    def set_tracing(self, is_on: bool) -> None:
+        """Let every process record spans, or end that; also those that start later."""
+
+    @abstractmethod
+    def clock_offset(self, host: str) -> float:
+        """Return the seconds to add to time.monotonic() of a host (`where`) for that of this one."""
+
+    @abstractmethod
     def where(self, node_id: str) -> str:
         """Return the name of the host that the node is on."""
 

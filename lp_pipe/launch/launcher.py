@@ -21,6 +21,7 @@ from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.report import print_reports
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.run_dir import make_run_dir
+from lp_pipe.launch.tracing import Tracer
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog
 from lp_pipe.telemetry.sink_threads import SinkRun
@@ -73,6 +74,7 @@ def launch(program: Program, options: _RunOptions) -> Run:
     hang_after: seconds from which on a node's wait for another one (its server, a reply, a channel) is reported, in
         the log and in the run's hangs.log, with what that one does; deadlocks are named. None: never. The program
         goes on in any case.
+    trace: write what all nodes do, from the beginning to the end, to RUN/trace.json, which ui.perfetto.dev shows.
     setup: called without arguments in every process of the program, before anything of its node is loaded, and again
         where a node is restarted; in thread mode once, here. Its exception is the failure of that node.
     engine, hosts, engine_options (multi_host, like all below): what starts an agent on each host, "local", "ssh",
@@ -140,9 +142,11 @@ def start_run(
     host, coordinator = MODES[mode](plan, metrics, host_options)
     is_listed = mode != "thread" if options.listed is None else options.listed
     keeps_records = is_listed or options.run_dir is not None
-    hangs = HangWatch(coordinator, host, options.hang_after)
-    control = ControlPoint(program, mode, coordinator, host, hangs, is_listed) if keeps_records else None
-    run = Run(program, coordinator, host, metrics, hangs, control, keeps_empty_folder=keeps_records)
+    hangs, tracer = HangWatch(coordinator, host, options.hang_after), Tracer(coordinator, host)
+    control = ControlPoint(program, mode, coordinator, host, hangs, tracer, is_listed) if keeps_records else None
+    run = Run(program, coordinator, host, metrics, hangs, tracer, control, keeps_empty_folder=keeps_records)
+    if options.trace:
+        tracer.begin(plan.folder.trace)
     print_reports()
     run.start()
     return run

@@ -107,6 +107,13 @@ class CompositeHost(Host):
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
         return {node_id: answer for host in self._hosts for node_id, answer in host.inject(fault).items()}
 
+    def set_tracing(self, is_on: bool) -> None:
+        for host in self._hosts:
+            host.set_tracing(is_on)
+
+    def clock_offset(self, host: str) -> float:
+        return 0.0  # they are all on this one
+
     # Of the hosts that run these nodes.
 
     def stop_nodes(self, node_ids: Iterable[str]) -> None:

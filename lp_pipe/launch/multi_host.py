@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import threading
 import time
 import uuid
@@ -31,7 +32,7 @@ from lp_pipe.launch.plan.launch_plan import LaunchPlan, serialize_nodes
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes.template import loaded_here
-from lp_pipe.launch.supervision.messages import InjectFault, Notice, ReservePort, Stacks, View
+from lp_pipe.launch.supervision.messages import InjectFault, Notice, ReservePort, SetTracing, Stacks, View
 from lp_pipe.launch.supervision.peer import Handlers
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.telemetry.log_files import LogFiles
@@ -41,6 +42,7 @@ from lp_pipe.telemetry.terminal_lines import Unfinished
 _START_PATIENCE_S = 60.0
 _STACKS_PATIENCE_S = 5.0
 _CLOSE_PATIENCE_S = 8.0
+_CLOCK_PATIENCE_S, _CLOCK_READINGS = 1.0, 5
 
 
 def make_host(plan: LaunchPlan, metrics: MetricsLog, options: MultiHostOptions) -> tuple[Host, Coordinator]:
@@ -187,6 +189,21 @@ class MultiHost(Host):
         past.set_result(self._past_hits[fault.rule])
         asked = {name: _zero_if_gone(agent.ask(message)) for name, agent in self._up().items()}
         return {**{f"of host {name}": answer for name, answer in asked.items()}, "": past}
+
+    def set_tracing(self, is_on: bool) -> None:
+        for agent in self._up().values():
+            agent.tell_if_open(SetTracing(is_on))
+
+    def clock_offset(self, host: str) -> float:
+        """Ask the host's agent for its time; the answer that came fastest is the most exact."""
+        found = [(math.inf, 0.0)]
+        with contextlib.suppress(Unavailable, KeyError, TimeoutError):
+            for _ in range(_CLOCK_READINGS):
+                asked = time.monotonic()
+                theirs = self._up()[host].ask(agent_messages.ReadClock()).result(_CLOCK_PATIENCE_S)
+                answered = time.monotonic()
+                found.append((answered - asked, (asked + answered) / 2 - theirs))
+        return min(found)[1]
 
     def where(self, node_id: str) -> str:
         return self._relocation.host_of(node_id)

@@ -32,6 +32,7 @@ class LaunchOptions:
     metrics_sinks: Sequence[Sink] = ()
     listed: bool | None = None
     hang_after: float | None = 60.0
+    trace: bool = False
     setup: Callable[[], Any] | None = None
     # From here on for mode="multi_host".
     engine: str | Engine = "local"

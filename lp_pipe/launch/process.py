@@ -99,6 +99,7 @@ class ProcessHost(Host):
         self._ends: dict[str, str] = {}  # by node_id: how its last process ended, if it reported nothing
         self._told_to_stop: set[str] = set()  # by node_id: of the current processes
         self._faults = InjectedFaults()
+        self._is_traced = False
         standard_streams.open_closed()  # before what is opened here takes their numbers
         self._log_output = log_output or LogFiles(plan.folder, self._specs)
         self._logs = LogPump(self._log_output, new_selector())
@@ -206,6 +207,14 @@ class ProcessHost(Host):
     def inject(self, fault: wire.Fault) -> "Mapping[str, Future[int]]":
         return self._faults.inject(fault, self._streams)
 
+    def set_tracing(self, is_on: bool) -> None:
+        self._is_traced = is_on
+        for stream in list(self._streams.values()):
+            stream.tell_if_open(messages.SetTracing(is_on))
+
+    def clock_offset(self, host: str) -> float:
+        return 0.0
+
     @property
     def past_hits(self) -> Mapping[str, int]:
         """By rule, how often a test's faults have struck in processes that have ended."""
@@ -265,6 +274,8 @@ class ProcessHost(Host):
         spec = self._specs[node_id]
         self._streams[node_id] = stream
         self._faults.begin(stream)
+        if self._is_traced:
+            stream.tell_if_open(messages.SetTracing(True))
         if self._coordinator.must_end(node_id):  # sent first, so that none of its code runs any more
             self._told_to_stop.add(node_id)
             stream.tell_if_open(messages.Stop())

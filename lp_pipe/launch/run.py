@@ -24,6 +24,7 @@ from lp_pipe.launch.report import described_failure, save_failure
 from lp_pipe.launch.run_records import Outcome
 from lp_pipe.launch.services import EndedServices, LauncherServices
 from lp_pipe.launch.signals import Interrupts, Latch
+from lp_pipe.launch.tracing import Tracer
 from lp_pipe.launch.watching import watch
 from lp_pipe.launched import asking, publish, replace_published
 from lp_pipe.program import Program
@@ -56,6 +57,7 @@ class Run:
         host: Host,
         metrics: MetricsLog,
         hangs: HangWatch,
+        tracer: Tracer,
         control: ControlPoint | None = None,
         keeps_empty_folder: bool = True,
     ) -> None:
@@ -67,6 +69,7 @@ class Run:
         self._control = control
         self._keeps_empty_folder = keeps_empty_folder
         self._hangs = hangs
+        self._tracer = tracer
         self._has_started = threading.Event()
         self._is_over = Latch()
         self._interrupts = Interrupts(lambda: coordinator.request_stop(hurry=True), host.suspend)
@@ -328,6 +331,7 @@ class Run:
             self._coordinator.finish,
             # What is published is never freed, so it is one text for each address, not the program.
             lambda: replace_published(self._services, EndedServices(self._coordinator.why_gone(), self.failure)),
+            self._tracer.end,
             self._host.close,
             self._metrics.close,
             lambda: save_failure(self._coordinator),

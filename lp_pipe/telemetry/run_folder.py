@@ -4,6 +4,7 @@
     graph.json          the program's graph, as `lp_pipe graph -o graph.json` writes it; graph.svg: its picture
     events.jsonl        what happened to the nodes, one JSON object a line (telemetry/events.py)
     metrics.jsonl       what nodes logged (telemetry/metrics.py)
+    trace.json          what all nodes did, for ui.perfetto.dev (launch/trace_file.py)
     tensorboard/        event files of `lp.sinks.tensorboard()`, a folder for each node
     failure.txt         every failure with its full traceback
     hangs.log           reports of waits that took long
@@ -48,6 +49,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
 
     @property
     def tensorboard(self) -> Path:
@@ -96,7 +101,7 @@ class RunFolder:
             OSError: the folder cannot be read.
         """
         of_the_launcher = (
-            *(self.record, self.graph, self.picture, self.events, self.failures, self.hangs, self.logs),
+            *(self.record, self.graph, self.picture, self.events, self.failures, self.hangs, self.logs, self.trace),
             *(self.log_index, self.debuggers, self.agents),
         )
         return [path for path in self.path.iterdir() if path not in of_the_launcher]

@@ -73,8 +73,9 @@ class Recorder:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
 
-    def add(self, name: str, category: str, start: float, end: float, flow: str = "", **args: Any) -> None:
-        """Record a span of the calling thread."""
+    def add(self, name: str, category: str, start: float, end: float, /, **args: Any) -> None:
+        """Record a span of the calling thread. args: what it was about; `flow` as of TraceSpan."""
+        flow = args.pop("flow", "")
         if len(self._spans) < _MOST_SPANS:
             self._spans.append((current_context(), TraceSpan(name, category, get_ident(), start, end, args, flow)))
         else:

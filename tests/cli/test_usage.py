@@ -8,6 +8,7 @@ import numpy
 import pytest
 
 import lp_pipe
+from lp_pipe.cli.main import COMMANDS
 from tests.cli.commands import PATIENCE_S, Command
 
 TARGET = """
@@ -32,11 +33,7 @@ async def waits(): return make_program()
 """
 
 WRONG = {
-    "lanch demo.py": (
-        "no command 'lanch'; did you mean 'launch'? "
-        "(commands: launch, graph, schedule, profile, partition, checkpoint, experiment, ui, status, logs, stacks, "
-        "stop, attach, ps, runs, clean, doctor, agent)"
-    ),
+    "lanch demo.py": (f"no command 'lanch'; did you mean 'launch'? (commands: {', '.join(COMMANDS)})"),
     "launch": "TARGET is needed: the file or module of a program; see `lp_pipe launch --help`",
     "launch dem.py": "no file 'dem.py'; did you mean 'demo.py'?",
     "graph nowhere/demo.py": "no file 'nowhere/demo.py'",

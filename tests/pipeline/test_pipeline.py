@@ -1,8 +1,10 @@
 """The operations of a pipeline for its clients, one or several."""
 
 import hashlib
+import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -148,6 +150,32 @@ def test_a_trace_has_every_action_of_every_worker() -> None:
             times = [time for _, start, end in spans for time in (start, end)]
             assert times == sorted(times) and times[0] >= traces[1].began
         assert pipeline.current_step() == 2
+
+
+def test_the_trace_of_a_run_has_the_times_of_the_pipelines_trace(tmp_path: Path) -> None:
+    program = lp.Program("traced")
+    feeder = program.add_node(lp.CourierNode(Feeder, BATCHES), label="feeder")
+    pipeline = pp.add_pipeline(program, model_with_everything(), stages=2, microbatches=2, inputs=feeder)
+    with lp.launch(program, "thread", run_dir=tmp_path, trace=True) as run:
+        traces = run.client(pipeline).trace(2)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    words = {"F": "forward", "B": "backward"}
+    found = {
+        (one["args"]["step"], one["name"], one["args"]["stage"], one["args"]["microbatch"]): one["dur"] / 1e6
+        for one in events
+        if one.get("cat") == "compute"
+    }
+    said = {
+        (trace.step, words[name[1]], int(name[0]), int(name[2])): end - start
+        for trace in traces
+        for worker in trace.workers
+        for name, start, end in worker
+    }
+    assert found.keys() == said.keys() and len(said) == 16
+    assert all(abs(found[key] - said[key]) < 1e-8 for key in said)
+    sent, received = ({one["id"] for one in events if one["ph"] == kind} for kind in "sf")
+    assert sent == received and len(sent) == 8
+    assert len([one for one in events if one.get("cat") == "predicted"]) == 16
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])

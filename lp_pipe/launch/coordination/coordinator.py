@@ -59,11 +59,16 @@ class Coordinator:
         self._is_over = False
         self._events: EventLog | None = None
         self._told_ends: set[str] = set()
+        self._take_spans: Callable[[str, messages.SpansRecorded], object] | None = None
         self.was_stopped_from_outside = False
 
     def keep_events(self, events: EventLog) -> None:
         """Write events there from now on."""
         self._events = events
+
+    def spans_to(self, take: Callable[[str, messages.SpansRecorded], object] | None) -> None:
+        """Give spans of a trace, with their node, to `take` from now on; None: drop them."""
+        self._take_spans = take
 
     def note_event(self, event: str, node_id: str | None = None, **facts: Any) -> None:
         """Write an event, if the run keeps them."""
@@ -109,6 +114,7 @@ class Coordinator:
         on(messages.Hear, lambda node_id, message: "")  # all messages of one node come in order
         on(messages.LogMetrics, lambda node_id, message: self.log_metrics(node_id, message.values, message.step))
         on(messages.LogEvent, lambda node_id, message: self.log_event(node_id, message.event, message.facts))
+        on(messages.SpansRecorded, self._spans_recorded)
         on(messages.CallsTaken, lambda node_id, message: self.calls_of_nodes({node_id: message.calls}))
         on(messages.Started, lambda node_id, message: self.node_started(node_id, message.pid))
         on(
@@ -231,6 +237,11 @@ class Coordinator:
     def log_metrics(self, node_id: str, values: Mapping[str, float], step: int | None) -> None:
         """Record numbers under the name of the node, whichever part of it logged them."""
         self._metrics.record(self._name_of(node_id), values, step)
+
+    def _spans_recorded(self, node_id: str, message: messages.SpansRecorded) -> None:
+        take = self._take_spans
+        if take is not None:
+            take(node_id, message)
 
     def log_event(self, node_id: str, event: str, facts: Mapping[str, Any]) -> None:
         """Record what has happened, under the node's name; in the metrics, too, if their steps come again."""

@@ -28,6 +28,7 @@ from lp_pipe.launch.hosts.agent_messages import (
     LinesWritten,
     LookAtNodes,
     MissingContents,
+    ReadClock,
     RestartNode,
     SeesFile,
     StartNodes,
@@ -42,7 +43,7 @@ from lp_pipe.launch.hosts.tree_store import TreeStore
 from lp_pipe.launch.plan.hardware import this_host
 from lp_pipe.launch.process import ProcessHost
 from lp_pipe.launch.supervision.lifecycle import LAUNCHER_PATIENCE_S
-from lp_pipe.launch.supervision.messages import HostMembership, InjectFault, ReservePort, Stacks
+from lp_pipe.launch.supervision.messages import HostMembership, InjectFault, ReservePort, SetTracing, Stacks
 from lp_pipe.launch.supervision.peer import Handlers, Peer
 from lp_pipe.protos import supervision_pb2 as wire
 from lp_pipe.rpc import codec
@@ -108,6 +109,7 @@ class Agent:
         self.coordinator: RemoteCoordinator | None = None
         self.host: ProcessHost | None = None
         self._is_welcome = False
+        self._is_traced = False
         self._is_closed = False
         self._closed_reason = ""
         self._is_over = threading.Event()
@@ -147,6 +149,8 @@ class Agent:
         on(KillNodes, lambda message: self._started_host.kill(message.node_ids))
         on(Stacks, lambda message: _in_thread("stacks", self._started_host.stacks))
         on(LookAtNodes, lambda message: self._started_host.look(message.old_s))
+        on(SetTracing, lambda message: self._set_tracing(message.is_on))
+        on(ReadClock, lambda message: time.monotonic())
         on(InjectFault, lambda message: self._inject(wire.Fault.FromString(message.fault)))
         on(MissingContents, lambda message: _in_thread("sources", lambda: self._trees.missing_contents(message.tree)))
         on(KeepContents, lambda message: _in_thread("sources", lambda: self._trees.take(message.contents)))
@@ -177,6 +181,7 @@ class Agent:
             preload=assignment.preload,
             orphan_s=assignment.orphan_s,
         )
+        self.host.set_tracing(self._is_traced)
         self.host.start()
         return self.host.mark
 
@@ -201,6 +206,11 @@ class Agent:
     def _inject(self, fault: wire.Fault) -> "Future[int]":
         asked = self._started_host.inject(fault)
         return _in_thread("fault", lambda: sum(answer.result() for answer in asked.values()))
+
+    def _set_tracing(self, is_on: bool) -> None:
+        self._is_traced = is_on
+        if self.host is not None:
+            self.host.set_tracing(is_on)
 
     def _lay_out(self, tree: SourceTree) -> None:
         self.tree = self._trees.lay_out(tree)

@@ -90,6 +90,11 @@ class LookAtNodes(Question[list[View]]):
 
 
 @dataclass(frozen=True)
+class ReadClock(Question[float]):
+    """Ask for time.monotonic() of the host."""
+
+
+@dataclass(frozen=True)
 class CloseNodes(Question[dict[str, int]]):
     """All nodes are down: free everything, for the end or another program. The answer: the hits of a test's faults."""
 

@@ -39,6 +39,7 @@ from lp_pipe.pipeline.results import StepResult, StepTrace
 from lp_pipe.pipeline.saving.contents import Manifest
 from lp_pipe.pipeline.worker.batch_source import BatchSource, target_checksum
 from lp_pipe.rpc.remote_error import headline
+from lp_pipe.telemetry import tracing
 from lp_pipe.training.gradients import LossScale, total_norm
 
 _log = logging.getLogger(__name__)
@@ -223,6 +224,9 @@ class Steps(ABC):
         self, task: StepTask, reports: Sequence[Report], began: float, pipe_s: float, **more: Any
     ) -> tuple[StepResult, StepTrace]:
         step = task.step
+        recorder = tracing.recorder
+        if recorder is not None:
+            recorder.add("step", tracing.STEP, began, time.monotonic(), step=step, microbatches=task.microbatches)
         self.stragglers.note(step, reports, task.microbatches)
         loss, metrics = summed([reports[rank] for rank in self._last])
         utilization = tuple(report.busy_s / pipe_s for report in reports)

@@ -25,7 +25,7 @@ from lp_pipe.pipeline.schedule import Action
 from lp_pipe.pipeline.schedule.ir import WORDS
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.side_channels import SideChannels
-from lp_pipe.telemetry import positions
+from lp_pipe.telemetry import positions, tracing
 from lp_pipe.training.device import autocast, to_host
 from lp_pipe.training.gradients import scaled
 from lp_pipe.training.rng import step_rng
@@ -101,6 +101,8 @@ class _Route(NamedTuple):
     """
 
     name: str
+    word: str
+    stage_index: int
     stage: Stage
     microbatch: int
     is_last: bool
@@ -124,6 +126,12 @@ class _Route(NamedTuple):
         end = time.monotonic()
         operation.report.busy_s += end - start
         operation.report.spans.append((self.name, start, end))
+        recorder = tracing.recorder
+        if recorder is not None:
+            args = {"stage": self.stage_index, "microbatch": self.microbatch, "step": operation.step}
+            if operation.step == EVALUATION:
+                del args["step"]
+            recorder.add(self.word, tracing.COMPUTE, start, end, **args)
 
 
 class Execution:
@@ -252,6 +260,8 @@ class Execution:
             receives, sends = self._channels.receives(action), self._channels.sends(action)
             route = self._routes[action] = _Route(
                 str(action),
+                WORDS[action.op],
+                action.stage,
                 self._stages[action.stage],
                 action.microbatch,
                 action.stage == self._config.last_stage,

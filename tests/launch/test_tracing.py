@@ -1,0 +1,69 @@
+"""A traced run has the calls of all its nodes in one file; an untraced one pays nothing."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lp_pipe as lp
+from lp_pipe.launch.tracing import Tracer
+from lp_pipe.telemetry import tracing, waits
+from tests.launch.test_trace_file import check_nesting, events_of
+
+WITHIN_S = 30
+
+
+class Server:
+    def add(self, value: int) -> int:
+        return value + 1
+
+
+def call(server: Any, until: Any = None) -> None:
+    for value in range(5):
+        server.add(value)
+    lp.stop()
+
+
+def test_a_trace_has_calls_and_their_handlers_at_the_same_time(mode: str, tmp_path: Path) -> None:
+    program = lp.Program("demo")
+    server = program.add_node(lp.CourierNode(Server), label="server")
+    program.add_node(lp.PyNode(call, server), label="user")
+    lp.launch(program, mode, run_dir=tmp_path, trace=True).wait(WITHIN_S)
+    events = events_of(tmp_path / "trace.json")
+    check_nesting(events)
+    names = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
+    assert {"server/0", "user/0"} <= set(names.values())
+    spans = [one for one in events if one["ph"] == "X"]
+    calls = [one for one in spans if one["name"] == "server/0.add"]
+    handlers = [one for one in spans if one["name"] == "add" and one["cat"] == "handler"]
+    assert {names[one["pid"]] for one in calls} == {"user/0"} and {names[one["pid"]] for one in handlers} == {
+        "server/0"
+    }
+    assert len(calls) == len(handlers) == 5
+    for caller, handler in zip(calls, sorted(handlers, key=lambda one: one["ts"]), strict=True):
+        assert caller["ts"] <= handler["ts"] and handler["ts"] + handler["dur"] <= caller["ts"] + caller["dur"]
+    assert tracing.recorder is None and waits.waiting.__exit__ is waits._plain_exit
+
+
+def test_a_live_run_is_traced_for_a_while_and_not_twice_at_a_time(tmp_path: Path) -> None:
+    program = lp.Program("demo")
+    go = threading.Event()
+
+    def work(server: Any) -> None:
+        go.wait(WITHIN_S)
+        call(server)
+
+    server = program.add_node(lp.CourierNode(Server), label="server")
+    program.add_node(lp.PyNode(work, server), label="user")
+    with lp.launch(program, "thread", run_dir=tmp_path) as run:
+        tracer: Tracer = run._tracer
+        tracer.begin(tmp_path / "first.json")
+        with pytest.raises(lp.LpPipeError, match=r"second\.json"):
+            tracer.begin(tmp_path / "second.json")
+        tracer.end()
+        tracer.begin(tmp_path / "second.json")
+        go.set()
+        run.wait(WITHIN_S)
+    assert not [one for one in events_of(tmp_path / "first.json") if one.get("cat") == "call"]
+    assert [one for one in events_of(tmp_path / "second.json") if one.get("cat") == "call"]
