@@ -14,7 +14,7 @@ bucket of their own. After the update the bucket's memory carries the new parame
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from lp_pipe.collectives.backend import Backend
 from lp_pipe.collectives.push_pull import PushPull
+from lp_pipe.data_parallel.gradient_sums import BucketSum, GradientSums
 from lp_pipe.errors import DataParallelError
 from lp_pipe.telemetry import waits
-from lp_pipe.training.state_shards import flat, is_dense
+from lp_pipe.training.state_shards import OwnShard, flat, is_dense
 
 _LINE_BYTES = 64
 
@@ -104,16 +105,6 @@ class Exchange:
         return whole[self.rank * size : (self.rank + 1) * size]
 
 
-@dataclass(frozen=True)
-class BucketSum:
-    """The sum of one bucket in a step: when it began and ended, by time.monotonic(), waits for others included."""
-
-    number: int
-    num_bytes: int
-    began: float
-    ended: float
-
-
 @dataclass
 class Bucket:
     number: int
@@ -125,7 +116,7 @@ class Bucket:
     total: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-class GradientBuckets:
+class GradientBuckets(GradientSums):
     """The buckets of an optimizer's parameters, with the hooks that fill them and the thread that sums them.
 
     extra_flags: returns this worker's other flags; called once a step, when the last bucket is complete.
@@ -160,7 +151,7 @@ class GradientBuckets:
         self._changed = threading.Condition()
         self._ready = 0  # so many buckets may be summed
         self._summed = 0
-        self.sums: list[BucketSum] = []  # of this step
+        self._sums_of_step: list[BucketSum] = []
         self._is_busy = False
         self._is_closed = False
         self._error: BaseException | None = None
@@ -178,6 +169,10 @@ class GradientBuckets:
         return len(self._buckets)
 
     @property
+    def sums(self) -> Sequence[BucketSum]:
+        return self._sums_of_step
+
+    @property
     def summed(self) -> int:
         """The number of buckets of this step that are summed."""
         return self._summed
@@ -188,11 +183,11 @@ class GradientBuckets:
             fired.clear()
         self._slot, self._window, self._sends_early, self._is_after_window = 0, None, False, False
         self._ready = self._summed = 0
-        self.sums = []
+        self._sums_of_step = []
         for bucket in self._buckets:
             bucket.pending = len(bucket.places)
 
-    def select(self, slot: int) -> None:
+    def select(self, slot: int, *, is_last: bool) -> None:
         """Let the next backwards add to the gradient of another hosted replica.
 
         Raises:
@@ -258,9 +253,25 @@ class GradientBuckets:
             else:
                 self._take(index, parameter)
 
-    def own_shards(self) -> dict[nn.Parameter, tuple[int, int]]:
-        """Return the range of elements of each parameter that lies in this worker's shards, also if it is empty."""
-        return {self._parameters[index]: self._own_range(index)[:2] for index in range(len(self._parameters))}
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradients, as torch does in one process."""
+        assert not self._is_sharded, "the norm has torch's bits only of whole gradients"
+        nn.utils.clip_grad_norm_(self._parameters, max_norm)
+
+    def own_shards(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, OwnShard]:
+        """Return the shards that lie in this worker's parts of the buckets.
+
+        Those of frozen parameters, which are in no bucket, keep the optimizer's state that they have.
+        """
+        indices = {parameter: index for index, parameter in enumerate(self._parameters)}
+        workers, rank = len(self._exchange.counts), self._exchange.rank
+        found = {}
+        for parameter in parameters:
+            begin, end = (parameter.numel() * place // workers for place in (rank, rank + 1))
+            if parameter in indices:
+                begin, end, _ = self._own_range(indices[parameter])
+            found[parameter] = OwnShard(flat(parameter)[begin:end], begin)
+        return found
 
     def shard_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return the sums of this worker's shards, of the parameters that have gradients; `finish` comes before."""
@@ -458,7 +469,7 @@ class GradientBuckets:
         began = time.monotonic()
         self._sum(bucket)
         num_bytes = bucket.slots[0].numel() * bucket.slots.dtype.itemsize
-        self.sums.append(BucketSum(bucket.number, num_bytes, began, time.monotonic()))
+        self._sums_of_step.append(BucketSum(bucket.number, num_bytes, began, time.monotonic()))
 
     @torch.no_grad()
     def _sum(self, bucket: Bucket) -> None:

@@ -3,20 +3,24 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lp_pipe.collectives.backend import Call
 from lp_pipe.data_parallel.buckets import Exchange, GradientBuckets
+from lp_pipe.data_parallel.gradient_sums import GradientSums
 from lp_pipe.data_parallel.late_updates import LateSum, LateUpdates
 from lp_pipe.data_parallel.served_buckets import ServedBuckets
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
 from lp_pipe.training.optimizer_state import OfParameter
-from lp_pipe.training.state_shards import OwnShard, OwnShardState, StateShards, flat, is_dense, is_elementwise, joined
+from lp_pipe.training.state_shards import OwnShardState, StateShards, is_dense, is_elementwise, joined
 from lp_pipe.training.tensor_parts import Box, TensorPart, as_part, boxes_of_range, memory_order, part_of_range
+
+if TYPE_CHECKING:  # torch's FSDP2 takes a second to import
+    from lp_pipe.data_parallel.sharded_model import ShardedModel
 
 _STATE = Call("optimizer state of shards")
 
@@ -34,8 +38,11 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         bucket_bytes: int,
         workers: ReplicaWorkers,
         zero: int = 0,
+        sharded_model: "ShardedModel | None" = None,
     ) -> None:
         """zero: 1: each worker has the optimizer's state of a shard of the parameters, and updates that shard.
+
+        sharded_model: the model's, if its parameters are sharded.
 
         Raises:
             DataParallelError: the optimizer's parameters are not the model's.
@@ -46,10 +53,11 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self._clip_grad_norm = clip_grad_norm
         self._bucket_bytes = bucket_bytes
         self._workers = workers
-        self.is_sharded = zero > 0
+        self.sharded_model = sharded_model
+        self.is_sharded = zero > 0 or sharded_model is not None
         self._shards: StateShards | None = None  # made with the first buckets, which decide which shards they are
         self._whole: dict[str, Any] | None = None  # the state of all workers, while rank 0 saves it
-        self._buckets: GradientBuckets | None = None
+        self._buckets: GradientSums | None = None
         self._exchange: Exchange | None = None
         self._extra_flags: Callable[[], list[float]] = list
         self._layout: list[str] = []
@@ -203,7 +211,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         return [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in named]
 
     @property
-    def buckets(self) -> GradientBuckets:
+    def buckets(self) -> GradientSums:
         assert self._buckets is not None, "begin_step makes them"
         return self._buckets
 
@@ -261,7 +269,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         if keeps_undo:
             self._undo = self._undoing()
         if self._clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_([parameter for _, parameter in self.named_parameters()], self._clip_grad_norm)
+            self.buckets.clip(self._clip_grad_norm)
         if self._shards is None:
             self.inner.step()
         else:
@@ -300,10 +308,15 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         for name, parameter in trained:
             if parameter.device.type != "cpu":
                 raise NotSupported(f"parameter {name!r} is on {parameter.device}: replicas train on the CPU for now")
-            if self.is_sharded and not is_dense(parameter):
+            if self.is_sharded and self.sharded_model is None and not is_dense(parameter):
                 raise NotSupported(f"parameter {name!r} is a view with gaps in its memory: use zero=0")
         assert self._exchange is not None
-        states = self._shards.states() if self._shards is not None else {}
+        self._layout = [name for name, _ in trained]
+        if self.sharded_model is not None:
+            self._buckets = self.sharded_model.gradients(trained, self._exchange, self._extra_flags)
+            if self._shards is None:
+                self._shards = StateShards(self.inner, self._buckets.own_shards(self._parameters()))
+            return
         # The norm for clipping is of whole gradients: its bits depend on the order in which torch adds up.
         has_whole_sums = not self.is_sharded or self._clip_grad_norm is not None
         given = trained, self._exchange, self._bucket_bytes, self._extra_flags
@@ -311,24 +324,18 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self._buckets = ServedBuckets(*given, self.late.is_late)
         else:
             self._buckets = GradientBuckets(*given, is_sharded=not has_whole_sums)
-        self._layout = [name for name, _ in trained]
         if self.is_sharded:
-            self._move_shards(self._buckets, states)
+            self._move_shards(self._buckets)
 
-    def _move_shards(self, buckets: GradientBuckets, states: Mapping[nn.Parameter, OwnShardState]) -> None:
+    def _move_shards(self, buckets: GradientSums) -> None:
         """Update the shards that lie in this worker's parts of the buckets; take their state from all workers."""
-        own = buckets.own_shards()
-        for _, parameter in self.named_parameters():
-            if parameter not in own:  # a frozen one, whose state is kept
-                count, rank = self._workers.membership.world_size, self._workers.membership.rank
-                own[parameter] = parameter.numel() * rank // count, parameter.numel() * (rank + 1) // count
-        shards = {one: OwnShard(flat(one)[begin:end], begin) for one, (begin, end) in own.items()}
-        if self._shards is None:
-            self._shards = StateShards(self.inner, shards)
-            return
         parameters = self._parameters()
-        whole = gathered_states(self._workers, parameters, states, keeps=True)
-        self._shards.set_shards(shards)
+        own = buckets.own_shards(parameters)
+        if self._shards is None:
+            self._shards = StateShards(self.inner, own)
+            return
+        whole = gathered_states(self._workers, parameters, self._shards.states(), keeps=True)
+        self._shards.set_shards(own)
         self._shards.take_whole(dict(zip(parameters, whole, strict=True)))
 
     def _undoing(self) -> Callable[[], None]:

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from lp_pipe.collectives.backend import GenerationOver
 from lp_pipe.collectives.group import Group
+from lp_pipe.collectives.inproc import InprocBackend
 from lp_pipe.collectives.part_messages import is_summed_by_servers
 from lp_pipe.data_parallel.batch_norm import NormalizesBatches
 from lp_pipe.data_parallel.collective_calls import CollectiveCalls
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
-from lp_pipe.data_parallel.shards import Shard, cut_into_shards
+from lp_pipe.data_parallel.shards import Shard, cut_into_shards, with_placeholders
 from lp_pipe.data_parallel.steps import ReplicaSteps
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
@@ -24,6 +25,9 @@ from lp_pipe.pipeline.layers.model import LossWeight
 from lp_pipe.private_torch import pytree
 from lp_pipe.training.rng import PausableRng
 from lp_pipe.training.state_shards import refuse_not_elementwise
+
+if TYPE_CHECKING:  # torch's FSDP2 takes a second to import
+    from lp_pipe.data_parallel.sharded_model import ShardedModel
 
 
 class WaitingFuture(Future[Any]):
@@ -50,6 +54,7 @@ class Replica(NormalizesBatches):
         self._workers = workers
         self.own_steps = ReplicaSteps(workers)
         self._rng: PausableRng | None = None  # of the shard that is being computed
+        self._sharded_models: dict[nn.Module, ShardedModel] = {}
         self._shards_by_replica: list[int] | None = None  # of the last batch; None: the loop uses no shards
 
     # ---- this worker ----
@@ -132,7 +137,10 @@ class Replica(NormalizesBatches):
             raise DataParallelError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
         found = cut_into_shards(batch, self.num_replicas, microbatches, loss_weight)
         self._shards_by_replica = [[shard.replica for shard in found].count(r) for r in range(self.num_replicas)]
-        return self._shards([shard for shard in found if shard.replica in self._workers.replicas])
+        hosted = self._workers.replicas
+        if self._sharded_models:
+            return self._shards(with_placeholders(found, hosted, self._workers.exchange.slots, loss_weight))
+        return self._shards([shard for shard in found if shard.replica in hosted])
 
     @contextlib.contextmanager
     def computing(self, step: int) -> Iterator[None]:
@@ -181,21 +189,61 @@ class Replica(NormalizesBatches):
             raise DataParallelError(f"clip_grad_norm must be above 0, or None, got {clip_grad_norm!r}")
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             raise DataParallelError(f"bucket_bytes must be a whole number of at least 1, got {bucket_bytes!r}")
+        sharded = self._sharded_models.get(model)
+        if sharded is not None:
+            zero = sharded.zero
         if zero:
             refuse_not_elementwise(optimizer, f"zero={zero}")
         made = ReplicaOptimizer(
-            optimizer, model, self._step_optimizer, clip_grad_norm, bucket_bytes, self._workers, zero
+            optimizer, model, self._step_optimizer, clip_grad_norm, bucket_bytes, self._workers, zero, sharded
         )
         self.own_steps.add_optimizer(made)
         return made
 
     def shard(self, model: nn.Module, zero: int = 3) -> nn.Module:
-        """Not there yet.
+        """Shard the parameters of a model over the workers, in place, and return it; for `optimizer`.
+
+        The model is one of torch's FSDP2, over `process_group`. Its parameters become rank 0's. One that was built on
+        the meta device is filled module by module, by their reset_parameters(), so that no process ever has all of it:
+
+            with pp.layer_rng(seed, 0):
+                with torch.device("meta"):
+                    model = Net()
+                model = replica.shard(model)
+
+        Its state_dict() has whole tensors; all workers must call it. Give all micro-batches of a step to one call of
+        `shards`, and make one backward for each. A worker without as many as another one gets some of weight 0.
+
+        zero: 3: each worker has a shard of the parameters, gradients and optimizer state; the children of containers
+            (Sequential, ModuleList) are gathered one at a time where they are used. 2: what was gathered in a forward
+            stays until the backward.
 
         Raises:
-            NotSupported: always.
+            NotSupported: the workers are threads of one process, or may change.
+            DataParallelError: `zero` is another number, or a module on the meta device has no reset_parameters().
         """
-        raise NotSupported("replica.shard is not there yet: use replica.optimizer(…, zero=0)")
+        from lp_pipe.data_parallel import sharded_model
+
+        if zero not in (2, 3):
+            raise DataParallelError(
+                f"replica.shard: zero must be 2 or 3, got {zero!r}; 0 and 1 are replica.optimizer's"
+            )
+        if not isinstance(model, nn.Module):
+            raise DataParallelError(f"replica.shard takes a model, got {type(model).__name__}")
+        if self._workers.options.may_change:
+            raise NotSupported(
+                f"replica.shard(zero={zero}) where workers may change: a worker that is gone takes its shard with it. "
+                "Use on_failure='stop' and a fixed number of workers, or replica.optimizer"
+            )
+        if self.world_size > 1 and isinstance(self._workers.backend, InprocBackend):
+            raise NotSupported(
+                f"replica.shard(zero={zero}) with workers that are threads: torch.distributed has one rank in a "
+                "process. Launch with mode='process', or use replica.optimizer"
+            )
+        self._sharded_models[model] = sharded_model.ShardedModel(
+            model, zero, self._workers.exchange, self.process_group
+        )
+        return model
 
     def push_pull(self, x: Any, name: str, priority: int = 0) -> "Future[Any]":
         """Begin to sum a pytree of tensors over all workers on the servers; return a future of the sum.
@@ -288,7 +336,8 @@ class Replica(NormalizesBatches):
         for number, shard in enumerate(shards, start=1):
             if not self.own_steps.has_values:
                 return  # the step will be dropped
-            self.own_steps.select(shard.replica)
+            is_last = number == len(shards) or shards[number].replica != shard.replica
+            self.own_steps.select(shard.replica, is_last=is_last)
             if number == len(shards):
                 self.own_steps.open_window()
             seed, microbatch = self._workers.options.seed, first.get(shard.replica, 0) + shard.microbatch

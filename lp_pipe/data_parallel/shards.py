@@ -65,6 +65,36 @@ def cut_into_shards(batch: Any, replicas: int, microbatches: int, loss_weight: L
     ]
 
 
+def with_placeholders(shards: Sequence[Shard], hosted: range, slots: int, loss_weight: LossWeight) -> list[Shard]:
+    """Return a worker's shards of a batch, with others of weight 0 behind them, so that all workers have equally many.
+
+    Workers with a sharded model make the same forwards and backwards, since each of these has collectives.
+
+    shards: of all replicas. hosted: the worker's replicas. slots: the number of replicas that a worker hosts at most.
+
+    Raises:
+        DataParallelError: placeholders are needed, and the loss is not multiplied by the weights.
+    """
+    of_replica: dict[int, list[Shard]] = {}
+    for shard in shards:
+        of_replica.setdefault(shard.replica, []).append(shard)
+    most = max(map(len, of_replica.values()))
+    if loss_weight == "one" and (len(of_replica) % slots or any(len(own) < most for own in of_replica.values())):
+        counts = {replica: len(own) for replica, own in of_replica.items()}
+        raise DataParallelError(
+            f"replica.shards(loss_weight='one') of a sharded model: the replicas have {counts} micro-batches, and "
+            "workers fill up with micro-batches of weight 0, which 'one' does not know: give batches that divide "
+            "evenly, or loss_weight='samples'"
+        )
+    found: list[Shard] = []
+    for replica in range(hosted.start, hosted.start + slots):
+        own = of_replica.get(replica, []) if replica in hosted else []
+        value, target, _ = shards[0]
+        found += own
+        found += [Shard(value, target, 0.0, replica, number) for number in range(len(own), most)]
+    return found
+
+
 def _pairs(value: Any, target: Any, parts: int) -> list[tuple[Any, Any]]:
     inputs, targets = split(value, parts), split(target, parts)
     if len(inputs) != len(targets):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lp_pipe.context import log_metrics
-from lp_pipe.data_parallel.buckets import BucketSum
+from lp_pipe.data_parallel.gradient_sums import BucketSum
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.training.stragglers import StragglerDetector
 

@@ -132,12 +132,12 @@ class ReplicaSteps:
         """Whether this step will not be dropped, as far as is known."""
         return self._now is None or self._now.has_values
 
-    def select(self, replica: int) -> None:
-        """Let the next backwards belong to a replica."""
+    def select(self, replica: int, *, is_last: bool) -> None:
+        """Let the next backwards belong to a replica. is_last: no shard of this replica comes after."""
         self._open().fires_at_call = None
         self.state.buffers.select(replica)
         for optimizer in self.state.optimizers:
-            optimizer.buckets.select(replica - self.workers.replicas.start)
+            optimizer.buckets.select(replica - self.workers.replicas.start, is_last=is_last)
 
     def open_window(self) -> None:
         """Note that this worker's last shard of the batch begins, if it has one."""

@@ -160,7 +160,7 @@ class TrainedModel:
         state = self._scheduler_state()
         optimizer = {name: values for one in self.optimizers for name, values in _state_by_name(one, state).items()}
         kind = kind_of(self._schedulers[0]) if state is not None else None
-        return Saved(dict(self.model.state_dict()), optimizer, state, [], {}, {}, kind)
+        return Saved(dict(self._model_state()), optimizer, state, [], {}, {}, kind)
 
     def _scheduler_state(self) -> dict[str, Any] | None:
         """Return the scheduler's state, if there is one scheduler and its state is data."""
@@ -172,6 +172,11 @@ class TrainedModel:
         except PipelineError:
             return None
         return state
+
+    def _model_state(self) -> Mapping[str, Any]:
+        """Return the model's state; where the model is sharded, that of this worker's parts."""
+        sharded = next((one.sharded_model for one in self.optimizers if one.sharded_model is not None), None)
+        return self.model.state_dict() if sharded is None else sharded.parts()
 
     def _tied(self) -> list[list[EntryKey]]:
         """Return the groups of names that the model has for one parameter."""
@@ -200,7 +205,7 @@ class TrainedModel:
             return
         from lp_pipe.pipeline.saving.dcp_reading import SavedFolder  # 0.7 s
 
-        folder, own = SavedFolder(path), self.model.state_dict()
+        folder, own = SavedFolder(path), self._model_state()
         boxes: dict[EntryKey, tuple[Box, ...]] = {}
         boxes |= {("model", name): part.boxes for name, value in own.items() if (part := _part(value)) is not None}
         owned = {name: parameter for one in self.optimizers for name, parameter in one.named_parameters()}

@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from lp_pipe.data_parallel.trained_model import SavedBeside, TrainedModel
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
 from lp_pipe.training.rng import generators_locked
+
+if TYPE_CHECKING:  # torch's FSDP2 takes a second to import
+    from lp_pipe.data_parallel.sharded_model import ShardedModel
 
 _log = logging.getLogger(__name__)
 _BUFFERS = Call("buffers of replica 0")
@@ -45,6 +48,11 @@ class TrainingState:
     @property
     def models(self) -> list[nn.Module]:
         return list(dict.fromkeys(optimizer.model for optimizer in self.optimizers))
+
+    @property
+    def _sharded_models(self) -> "list[ShardedModel]":
+        found = [one.sharded_model for one in self.optimizers if one.sharded_model is not None]
+        return list(dict.fromkeys(found))
 
     def add_optimizer(self, optimizer: ReplicaOptimizer) -> None:
         self.optimizers.append(optimizer)
@@ -100,6 +108,8 @@ class TrainingState:
             DataParallelError: the workers' models differ.
         """
         self._check_same([optimizer])
+        if optimizer.sharded_model is not None:
+            return  # it was made the same when it was sharded
         rank, model = self._workers.membership.rank, optimizer.model
         sent = self._workers.broadcast(model.state_dict() if rank == 0 else None, 0)
         if rank:
@@ -115,6 +125,7 @@ class TrainingState:
         self._check_same(self.optimizers)
         read = [one for one in self._trained.values() if one.is_sharded and one.loaded_from is not None]
         ready = {id(part) for one in read for part in (one.model, *one.optimizers)}  # each worker has read its own
+        ready |= {id(one.model) for one in self._sharded_models}  # or had it from rank 0 when it was sharded
         parts = {name: part for name, part in self._parts.items() if id(part) not in ready}
         with self._whole_states([one for one in self.optimizers if id(one) not in ready]):
             own = {name: part.state_dict() for name, part in parts.items()} if rank == root else {}

@@ -22,6 +22,11 @@ class RunningMean(nn.Module):
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("count", torch.tensor(0))
 
+    def reset_parameters(self) -> None:
+        """Begin anew, also after the module was built on the meta device."""
+        self.mean.zero_()
+        self.count.zero_()
+
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
@@ -56,7 +61,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
 
 
-def configure(step: int, model: Net) -> None:
+def configure(step: int, model: Any) -> None:
     """Freeze a layer in some of the steps."""
     model.inner.requires_grad_(step % 4 != 2)
 
@@ -124,12 +129,17 @@ def train(
     save_every: int | None = None,
     zero: int = 0,
     clip: float | None = 0.5,
+    is_meta: bool = False,
 ) -> None:
-    """Train replicated; write what came out as rank{rank}.pt."""
-    model = build()
-    optimizer = replica.optimizer(
-        torch.optim.Adam(model.parameters(), 0.01), model, clip_grad_norm=clip, bucket_bytes=200, zero=zero
-    )
+    """Train replicated; write what came out as rank{rank}.pt. is_meta: build a sharded model on the meta device."""
+    with pp.layer_rng(SEED, 0):
+        with torch.device("meta" if is_meta else "cpu"):
+            model: nn.Module = Net()
+        if zero >= 2:
+            model = replica.shard(model, zero)
+    adam = torch.optim.Adam(model.parameters(), 0.01)
+    options: dict[str, Any] = {"clip_grad_norm": clip, "bucket_bytes": 200, "zero": zero if zero < 2 else 0}
+    optimizer = replica.optimizer(adam, model, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     for step in replica.steps(steps, save_every, model=model, optimizer=optimizer, scheduler=scheduler):
         configure(step, model)
