@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 Placement = Literal["even", "spread", "pack"]
 
-_PROCESS_START_PREFIXES = (
+PROCESS_START_PREFIXES = (  # of variables that are read when a process starts
     *("OMP_", "LD_", "CUDA_", "MKL_", "OPENBLAS_", "DYLD_", "PYTHON", "MALLOC_", "GLIBC_"),
     *("TORCH_", "PYTORCH_"),  # read when torch is imported (TORCH_LOGS) or loaded (PYTORCH_CUDA_ALLOC_CONF's backend)
 )
@@ -83,7 +83,7 @@ class Resources:
     @property
     def needs_fresh_interpreter(self) -> bool:
         """Whether a fork of the template could not honour `env`, which was read when the process started."""
-        return self.fresh_interpreter or any(name.startswith(_PROCESS_START_PREFIXES) for name in self.env)
+        return self.fresh_interpreter or any(name.startswith(PROCESS_START_PREFIXES) for name in self.env)
 
 
 def _whole(name: str, value: Any) -> Any:

@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where FORCE_COLOR is set, as CI services do, Python 3.13 colours the tracebacks of the scripts that tests read.
 os.environ["PYTHON_COLORS"] = "0"
 
+import contextlib
 import gc
 import importlib.util
 import logging
@@ -120,6 +121,20 @@ def run_credentials() -> Iterator[credentials.Credentials]:
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes start in 0.2 s: the template does not import torch, though other tests of this process have."""
     monkeypatch.setattr(template, "_WORTH_PRELOADING", ())
+
+
+@pytest.fixture(scope="session")
+def _warm_templates() -> Iterator[template.WarmTemplates]:
+    with contextlib.closing(template.WarmTemplates()) as templates:
+        yield templates
+
+
+@pytest.fixture
+def warm_template(_warm_templates: template.WarmTemplates) -> Iterator[None]:
+    """Fork the processes of all tests that ask for this from one template, which imports torch once."""
+    with _warm_templates.used():
+        _warm_templates.warm_up()  # now, so that the test does not leave it behind
+        yield
 
 
 @pytest.fixture

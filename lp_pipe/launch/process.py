@@ -29,7 +29,15 @@ from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes import standard_streams
 from lp_pipe.launch.processes.compute_threads import thread_environment
 from lp_pipe.launch.processes.node_link import NodeLink
-from lp_pipe.launch.processes.template import KILLED, MARK, ExitQueue, LauncherPings, Template, check_descriptors
+from lp_pipe.launch.processes.template import (
+    KILLED,
+    MARK,
+    ExitQueue,
+    LauncherPings,
+    Template,
+    check_descriptors,
+    start_template,
+)
 from lp_pipe.launch.supervision import messages
 from lp_pipe.launch.supervision.lifecycle import ORPHAN_S
 from lp_pipe.launch.supervision.messages import Failure, View
@@ -116,7 +124,7 @@ class ProcessHost(Host):
             self._listener = connections.listen(f"unix:{self.socket_dir}/coordinator", self._accept)
             self._exits.start()
             told = self._on_start, self._on_exit, self._on_template_lost
-            self._template = Template(*told, self._preload, self._orphan_s, self.socket_dir)
+            self._template = start_template(*told, self._preload, self._orphan_s, self.socket_dir)
             self.mark = self._template.mark[MARK]
             self._pings = LauncherPings(self._template, self._streams)
             for spec in self._plan.nodes:
@@ -172,7 +180,7 @@ class ProcessHost(Host):
         if self._listener is not None:
             self._listener.close()
         if self._template is not None:
-            self._template.close()
+            self._template.end_run()
         self._exits.close()
         for stream in list(self._streams.values()):
             stream.connection.close("the program has ended")

@@ -15,7 +15,7 @@ from lp_pipe.checkpoint import folder as folders
 from lp_pipe.checkpoint.parts import saves_itself
 from lp_pipe.context import current_context
 from lp_pipe.errors import CheckpointError
-from lp_pipe.launch.processes.template import KILLED
+from lp_pipe.launch.processes import template
 from lp_pipe.nodes import user_code
 from lp_pipe.programs.waiting import until_the_stop
 from lp_pipe.search.searcher_node import Directive, Lease
@@ -194,9 +194,11 @@ class TrialSlot:
         self._seed = seed
         self._patterns = patterns
         self._index = lp.context().index
+        if isinstance(run_trial, ProgramTrial):  # so that each trial but the first starts at once, with torch imported
+            lp.context().exit_stack.enter_context(template.kept_warm())
         self._incarnation = uuid.uuid4().hex
         previous_end = lp.context().previous_end
-        was_killed = not previous_end or previous_end.startswith(KILLED)
+        was_killed = not previous_end or previous_end.startswith(template.KILLED)
         ask(searcher, "register", self._index, self._incarnation, None if was_killed else previous_end)
 
     @until_the_stop()

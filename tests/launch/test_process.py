@@ -20,6 +20,7 @@ from lp_pipe.launch.process import ProcessHost, make_host
 from lp_pipe.launch.processes import template
 from lp_pipe.launch.processes.node_link import NodeLink
 from lp_pipe.launch.supervision import messages
+from lp_pipe.process_tree import start_time
 from lp_pipe.telemetry.metrics import MetricsLog
 
 WITHIN_S = 20.0
@@ -456,3 +457,23 @@ def test_a_process_that_reports_in_after_the_stop_is_told_so_before_what_it_is_t
     lp.launch(program, "process").wait(WITHIN_S)
     assert said[:2] == ["Stop", "StartNode"]
     assert not list(tmp_path.iterdir())
+
+
+def parent_to(path: Path) -> None:
+    path.write_text(str(os.getppid()))
+
+
+def test_a_template_that_is_kept_warm_serves_later_launches_until_it_dies(tmp_path: Path, no_leaks: None) -> None:
+    def parent() -> int:
+        program = lp.Program("warm")
+        program.add_node(lp.PyNode(parent_to, tmp_path / "parent"), label="child")
+        lp.launch(program, "process").wait(WITHIN_S)
+        return int((tmp_path / "parent").read_text())
+
+    with template.kept_warm():
+        first = parent()
+        assert parent() == first
+        os.kill(first, signal.SIGKILL)
+        second = parent()
+        assert second != first and parent() == second
+    assert parent() != second and not start_time(second)

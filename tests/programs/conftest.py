@@ -79,3 +79,13 @@ def delivered(tmp_path: Path) -> Delivered:
 @pytest.fixture
 def once(tmp_path: Path) -> Once:
     return Once(tmp_path / "once")
+
+
+@pytest.fixture
+def no_leaks(warm_template: None, no_leaks: None) -> None:
+    """As for all tests, but with a template that was there before the test."""
+
+
+@pytest.fixture(autouse=True)
+def _fast_launches(warm_template: None) -> None:
+    """Import torch once, and not at each launch."""

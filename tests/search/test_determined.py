@@ -1,9 +1,12 @@
-"""A Determined experiment file gives the space and the searcher of an experiment."""
+"""A Determined experiment file gives the space and the searcher of an experiment; the page for its users is right."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import lp_pipe as lp
 import lp_pipe.search as ls
 
 pytest.importorskip("yaml")
@@ -61,3 +64,34 @@ def test_a_grid_has_the_counted_points(tmp_path: Path) -> None:
     program = ls.experiment("grid", print, folder=tmp_path / "grid", **found)  # type: ignore[arg-type]
     assert ls.preview(program) == {937: 3 * 4 * 2}
     assert found["space"]["filters"] == ls.choice(8, 36, 64)  # type: ignore[index]
+
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "coming_from_determined.md"
+
+
+class Model:
+    def __init__(self, lr: float) -> None:
+        self.lr, self.steps = lr, 0
+
+    def train_one(self) -> float:
+        self.steps += 1
+        return self.lr / self.steps
+
+    def state_dict(self) -> int:
+        return self.steps
+
+    def load_state_dict(self, steps: int) -> None:
+        self.steps = steps
+
+
+def test_the_changed_trial_of_the_page_runs_as_an_experiment(tmp_path: Path) -> None:
+    (diff,) = re.findall(r"```diff\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    kept = [line[1:] for line in diff.splitlines() if line[0] in "+ "]
+    assert len(kept) <= 10
+    names: dict[str, Any] = {"Model": Model}
+    exec("\n".join(kept), names)
+    program = ls.experiment(
+        "ported", names["trial"], space={"lr": 0.5}, searcher=ls.Single(3, "loss"), folder=tmp_path / "ported"
+    )
+    lp.launch(program, "thread").wait(30.0)
+    assert ls.open(tmp_path / "ported").curves() == {0: [(1, 0.5), (2, 0.25), (3, 0.5 / 3)]}

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -34,10 +34,13 @@ from lp_pipe.launch.processes.template_process import (
 from lp_pipe.launch.supervision.lifecycle import LAUNCHER_PATIENCE_S, ORPHAN_S
 from lp_pipe.launch.supervision.messages import Ping
 from lp_pipe.process_tree import is_dying, kill_all, marked
+from lp_pipe.resources import PROCESS_START_PREFIXES
 from lp_pipe.telemetry.names import signal_name
 
 _log = logging.getLogger(__name__)
 
+_PATIENCE_S = 5.0  # for the end of a run
+_IMPORT_PATIENCE_S = 60.0
 _PING_EVERY_S = 1.0
 _DESCRIPTORS_PER_NODE = 3  # two for its output, one for its stream
 _OWN_DESCRIPTORS = 8
@@ -82,8 +85,11 @@ class Template:
         self._on_start = on_start
         self._on_exit = on_exit
         self._on_lost = on_lost
+        self._preloaded = loaded_here() if preload is None else [*preload]
+        self._kind = _kind_of(orphan_s)
         self._mark = uuid.uuid4().hex
         self._socket_dir = socket_dir
+        self._is_free = threading.Event()  # its run has ended, and it may serve another one
         self._pid = os.getpid()
         self._send_lock = threading.Lock()
         self._is_closing = False
@@ -93,7 +99,7 @@ class Template:
             json.dumps(import_path()),
             str(theirs.fileno()),
             str(os.getpid()),
-            json.dumps(_with_optimizers(loaded_here() if preload is None else preload)),
+            json.dumps(_with_optimizers(self._preloaded)),
             str(orphan_s),
             socket_dir,
         ]
@@ -161,12 +167,36 @@ class Template:
     def resume(self) -> None:
         self._say("resume")
 
+    def serve_another_run(self, on_start: OnStart, on_exit: OnExit, on_lost: OnLost, socket_dir: str) -> None:
+        """Serve another run, after `end_run` has kept this template. The arguments are the constructor's."""
+        self._on_start, self._on_exit, self._on_lost, self._socket_dir = on_start, on_exit, on_lost, socket_dir
+        self._is_free.clear()
+        self._send({"op": "begin run", "socket_dir": socket_dir})
+
+    def fits(self, preload: Sequence[str] | None, orphan_s: float) -> bool:
+        """Return whether a new template would be like this one, which has imported as much or more."""
+        wanted = loaded_here() if preload is None else preload
+        is_alive = not is_dying(self._process.pid)
+        return is_alive and self._kind == _kind_of(orphan_s) and set(wanted) <= set(self._preloaded)
+
+    def end_run(self, patience_s: float = _PATIENCE_S) -> None:
+        """End all processes of the run, and the template unless it is kept warm for another run."""
+        if _warm:
+            self._say("end run")
+            if self._is_free.wait(patience_s):
+                self._on_lost = lambda reason: None
+                kill_all([pid for pid in marked(MARK, self._mark) if pid != self._process.pid])
+                self._socket_dir = ""
+                if _warm[-1].put(self):
+                    return
+        self.close()
+
     def close(self) -> None:
         """End the template and all processes that its nodes have left; returns when all of them have ended."""
         self._is_closing = True
         self._say("bye")
         try:
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=_PATIENCE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -206,15 +236,92 @@ class Template:
             message, _ = received
             if message["event"] == "started":
                 self._on_start(message["node"], message["pid"])
+            elif message["event"] == "free":
+                self._is_free.set()
             elif message["event"] == "exited":
                 self._on_exit(message["node"], how_it_died(message["status"]))
             else:
                 self._on_exit(message["node"], message["why"])
+        self._is_free.set()  # nothing of the run is left
         if not self._is_closing:
             status = self._process.wait()
             kill_all(marked(MARK, self._mark))
             how = how_it_died(-status).removeprefix("the process was ") if status < 0 else f"exit status {status}"
             self._on_lost(f"the template process {self._process.pid} that had started it ended: {how}")
+
+
+class WarmTemplates:
+    """Templates whose runs have ended. Each is kept for another run, which need not wait until torch is imported."""
+
+    def __init__(self) -> None:
+        self._idle: list[Template] = []
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Let launches in the body take their templates from here, and leave them here."""
+        _warm.append(self)
+        try:
+            yield
+        finally:
+            _warm.remove(self)
+
+    def take(self, preload: Sequence[str] | None, orphan_s: float) -> Template | None:
+        """Return a template that fits, and end those that do not; None if there is none."""
+        while True:
+            with self._lock:
+                template = self._idle.pop() if self._idle else None
+            if template is None or template.fits(preload, orphan_s):
+                return template
+            template.close()
+
+    def put(self, template: Template) -> bool:
+        """Keep an idle template; return False after `close`."""
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(template)
+            return not self._is_closed
+
+    def warm_up(self) -> None:
+        """Start a template now that fits every later launch of this process, unless there is one."""
+        if not self._idle:
+            template = Template(lambda *_: None, lambda *_: None, lambda _: None, _WORTH_PRELOADING)
+            template.end_run(_IMPORT_PATIENCE_S)
+
+    def close(self) -> None:
+        """End all idle templates; those in use end with their runs."""
+        with self._lock:
+            self._is_closed = True
+        for template in self._idle:
+            template.close()
+
+
+_warm: list[WarmTemplates] = []  # in use; the last one counts
+
+
+@contextlib.contextmanager
+def kept_warm() -> Iterator[None]:
+    """Keep the templates of runs that end in the body for later ones, until the end of the body."""
+    with contextlib.closing(WarmTemplates()) as templates, templates.used():
+        yield
+
+
+def start_template(
+    on_start: OnStart, on_exit: OnExit, on_lost: OnLost, preload: Sequence[str] | None, orphan_s: float, socket_dir: str
+) -> Template:
+    """Return a template for a run: a warm one that fits, or a new one. The arguments are those of Template."""
+    template = _warm[-1].take(preload, orphan_s) if _warm else None
+    if template is None:
+        return Template(on_start, on_exit, on_lost, preload, orphan_s, socket_dir)
+    template.serve_another_run(on_start, on_exit, on_lost, socket_dir)
+    return template
+
+
+def _kind_of(orphan_s: float) -> tuple[object, ...]:
+    """Return what a process cannot change after its start: where it imports from, and what it reads only then."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(PROCESS_START_PREFIXES)}
+    return sys.executable, import_path(), interpreter_flags(), variables, orphan_s
 
 
 def loaded_here() -> list[str]:

@@ -97,6 +97,8 @@ class TemplateProcess:
             "ping": lambda message, fds: None,
             "suspend": self._suspend_nodes,
             "resume": self._resume_nodes,
+            "end run": self._end_run,
+            "begin run": self._begin_run,
             "bye": self._say_goodbye,
         }
 
@@ -200,6 +202,19 @@ class TemplateProcess:
     def _resume_nodes(self, message: dict[str, Any], fds: list[int]) -> None:
         self._is_suspended = False
         signal_all({*self._nodes, *tree_of(os.getpid())}, signal.SIGCONT)
+
+    def _end_run(self, message: dict[str, Any], fds: list[int]) -> None:
+        """End all nodes, and wait for another run. Its launcher does not ping meanwhile."""
+        self._clean_up(is_orderly=True)
+        self._nodes.clear()
+        self._socket_dir = ""
+        self._is_suspended = True
+        self._tell({"event": "free"})
+
+    def _begin_run(self, message: dict[str, Any], fds: list[int]) -> None:
+        self._socket_dir = message["socket_dir"]
+        register_process(self._socket_dir)
+        self._is_suspended = False
 
     def _say_goodbye(self, message: dict[str, Any], fds: list[int]) -> None:
         self._is_done = True

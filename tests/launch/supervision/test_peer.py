@@ -130,6 +130,7 @@ SURROGATE = os.fsdecode(b"/data/\xff")  # a path that is no UTF-8
             grace_s=5.0,
             state=b"\x00",
             membership=None,
+            previous_end="",
         ),
         messages.Waits(View([], [PoolStatus("unix:x", 4, 1, ("quick",))], ["stages/1: forward"])),
     ],
