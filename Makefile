@@ -36,7 +36,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-torch test-python test-multihost lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint bench-data-parallel bench-search vendor chaos soak clean
+.PHONY: help setup demo test test-slow test-all test-torch test-python test-multihost test-ui lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint bench-data-parallel bench-search vendor chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -62,10 +62,10 @@ demo: setup  ## train a language model as a pipeline of processes
 	$(BIN)/lp_pipe launch examples/char_gpt.py --mode=process
 
 test: setup  ## run the tests, without the slow ones
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not multihost' $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not multihost and not ui' $(ARGS)
 
 test-slow: setup  ## run the slow tests only
-	$(BIN)/python -m pytest -n 2 -m 'slow and not multihost' $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m 'slow and not multihost and not ui' $(ARGS)
 
 test-all: setup  ## run all tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)
@@ -78,7 +78,7 @@ test-torch:  ## run the tests with another release of torch, in .venv-torch-TORC
 	@$(call install_in,$(TORCH_VENV),'torch==$(TORCH)')
 	@$(call install_in,$(TORCH_VENV),hatchling)
 	@$(call install_in,$(TORCH_VENV),--no-build-isolation -e '.[torch$(comma)dev]')
-	$(TORCH_VENV)/bin/python -m pytest -n 2 -m 'not slow and not multihost' $(ARGS)
+	$(TORCH_VENV)/bin/python -m pytest -n 2 -m 'not slow and not multihost and not ui' $(ARGS)
 
 # First the tests that need no torch, which is not installed there, then README's program with a wheel, and with torch.
 test-python: setup  ## test with another interpreter, and a wheel in it (PYTHON=/path/to/python3.13)
@@ -88,7 +88,7 @@ test-python: setup  ## test with another interpreter, and a wheel in it (PYTHON=
 	@echo 'test-python: installing lp_pipe and its tools into $(PYTHON_VENV)'
 	@$(call install_in,$(PYTHON_VENV),hatchling)
 	@$(call install_in,$(PYTHON_VENV),--no-build-isolation -e '.[dev]')
-	$(PYTHON_VENV)/bin/python -m pytest -n 2 -m 'not slow and not multihost' $(ARGS)
+	$(PYTHON_VENV)/bin/python -m pytest -n 2 -m 'not slow and not multihost and not ui' $(ARGS)
 	@echo 'test-python: installing a wheel of lp_pipe, and torch, into $(PYTHON_VENV)-wheel'
 	@$(BIN)/hatchling build -t wheel -d build/wheel
 	@$(call install_in,$(PYTHON_VENV)-wheel,"$$(ls build/wheel/*.whl)[torch]")
@@ -136,6 +136,12 @@ protos-check: setup
 	diff -rqN -x __init__.py -x __pycache__ lp_pipe/protos "$$tmp/lp_pipe/protos" \
 	  || { echo 'lp_pipe/protos does not match protos/*.proto: run make protos' >&2; exit 1; }; \
 	echo 'protos: fresh'
+
+test-ui: setup  ## the web page in chromium, which is installed if it is missing (as root)
+	@command -v chromium chromium-browser google-chrome >/dev/null \
+	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends chromium >/dev/null; } \
+	  || { echo 'test-ui: could not install chromium' >&2; exit 1; }
+	$(BIN)/python -m pytest -m ui tests/dashboard $(ARGS)
 
 # The page's only code of others, from the registry that npm is configured for; what it is must not change unseen.
 UPLOT := 1.6.32

@@ -1,6 +1,8 @@
 """`lp_pipe ui`: serve a web page that shows runs."""
 
 import argparse
+import contextlib
+import os
 import signal
 import sys
 import webbrowser
@@ -10,11 +12,14 @@ from pathlib import Path
 from lp_pipe.cli.errors import NotLaunched, UsageError, whole_number
 from lp_pipe.cli.find_run import find_run
 from lp_pipe.cli.runs import runs_in
+from lp_pipe.dashboard.gatekeeper import new_token
 from lp_pipe.dashboard.routes import Routes
 from lp_pipe.dashboard.server import Certificate, DashboardServer
+from lp_pipe.errors import LaunchError
 from lp_pipe.launch.run_dir import usual_runs
 from lp_pipe.launch.run_records import RunRecord, record_in
 from lp_pipe.search.store import ExperimentFolder
+from lp_pipe.user_folders import make_private, state_folder
 
 EPILOG = """\
 examples:
@@ -70,7 +75,14 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     routes = Routes(find, places, single, is_read_only=arguments.read_only)
     certificate = Certificate(arguments.cert, arguments.key) if arguments.cert is not None else None
     try:
-        server = DashboardServer(routes, arguments.host, arguments.port, certificate, is_read_only=arguments.read_only)
+        server = DashboardServer(
+            routes,
+            arguments.host,
+            arguments.port,
+            certificate,
+            is_read_only=arguments.read_only,
+            token=_token_of(arguments.port),
+        )
     except ValueError as error:
         raise UsageError(str(error)) from error
     except (OSError, OverflowError) as error:
@@ -107,3 +119,23 @@ def _what(
         return [] if record is None else [record]
 
     return only, (lambda: [path, home]), path
+
+
+def _token_of(port: int) -> str | None:
+    """Return the token of the last server at this port, so that its pages go on; None if any port will do."""
+    if port == 0:
+        return None
+    try:
+        folder = state_folder() / "ui"
+        make_private(folder)
+        path = folder / f"{port}.token"
+        with contextlib.suppress(OSError):
+            found = path.read_text(encoding="ascii").strip()
+            if len(found) == len(new_token()):
+                return found
+        token = new_token()
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
+            file.write(token)
+        return token
+    except (OSError, LaunchError):  # no home folder: then every server has a new one
+        return None

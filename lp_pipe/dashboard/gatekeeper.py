@@ -22,6 +22,11 @@ SECURITY_HEADERS = {
 }
 
 
+def new_token() -> str:
+    """Return 128 random bits as text."""
+    return secrets.token_hex(_TOKEN_BYTES)
+
+
 class Refused(NamedTuple):
     """A refusal: the HTTP status, and why in words."""
 
@@ -32,14 +37,17 @@ class Refused(NamedTuple):
 class Gatekeeper:
     """Knows the token of the first URL and the cookie that a browser gets for it.
 
+    token: of an earlier server, whose pages shall go on; None for a new one.
     names: the hosts by which the page may be asked for. A page of another site whose name is made to point here
     (DNS rebinding) sends another Host.
     """
 
-    def __init__(self, names: "list[str]", port: int, scheme: str, *, is_read_only: bool) -> None:
-        self.token = secrets.token_hex(_TOKEN_BYTES)
+    def __init__(
+        self, names: "list[str]", port: int, scheme: str, *, is_read_only: bool, token: str | None = None
+    ) -> None:
+        self.token = token or new_token()
         self.is_read_only = is_read_only
-        self._session = secrets.token_urlsafe(32)
+        self._session = hmac.new(self.token.encode(), b"session", "sha256").hexdigest()
         self._cookie = f"lp_pipe_{port}"  # cookies do not know ports: two servers must not replace each other's
         self._scheme = scheme
         usual = {"http": 80, "https": 443}[scheme]

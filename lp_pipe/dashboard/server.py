@@ -77,6 +77,7 @@ class DashboardServer(ThreadingHTTPServer):
         certificate: Certificate | None = None,
         *,
         is_read_only: bool = False,
+        token: str | None = None,
     ) -> None:
         if certificate is None and not is_loopback(host):
             raise ValueError(f"--host {host} is not loopback: others could read along, so give --cert and --key")
@@ -94,7 +95,7 @@ class DashboardServer(ThreadingHTTPServer):
             context.load_cert_chain(certificate.cert, certificate.key)
             # The handshake happens in the connection's own thread, with its first read.
             self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
-        self.gatekeeper = Gatekeeper(names, self.server_port, scheme, is_read_only=is_read_only)
+        self.gatekeeper = Gatekeeper(names, self.server_port, scheme, is_read_only=is_read_only, token=token)
         self.static = _static_files()
         self._is_closing = threading.Event()
 

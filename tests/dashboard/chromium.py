@@ -42,6 +42,7 @@ class Chromium:
         self._changed = threading.Condition()
         self._listeners: dict[str, Callable[[dict[str, Any]], None]] = {}
         self.errors: list[str] = []
+        self.pages: list[Page] = []
         threading.Thread(target=self._read, daemon=True).start()
 
     def ask(self, method: str, session: str | None = None, **params: Any) -> Any:
@@ -59,6 +60,7 @@ class Chromium:
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session, target)
+        self.pages.append(page)
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.ask(f"{domain}.enable")
         page.resize(width, height)
@@ -66,6 +68,11 @@ class Chromium:
         page.ask("Emulation.setEmulatedMedia", features=scheme)
         page.open(url)
         return page
+
+    def close_pages(self) -> None:
+        for page in self.pages:
+            self.ask("Target.closeTarget", targetId=page.target)
+        self.pages.clear()
 
     def close(self) -> None:
         try:
@@ -118,14 +125,13 @@ class Page:
             raise AssertionError(json.dumps(found["exceptionDetails"])[:2000])
         return found["result"].get("value")
 
-    def wait(self, expression: str, patience_s: float = 10.0) -> Any:
-        """Wait until the expression is true, and return it."""
+    def wait(self, expression: str, patience_s: float = 10.0) -> None:
+        """Wait until the expression is true."""
         deadline = time.monotonic() + patience_s
-        while not (found := self.js(expression)):
+        while not self.js(f"!!({expression})"):
             if time.monotonic() > deadline:
                 raise AssertionError(f"not true: {expression}\n{self.js('document.body.innerText')[:2000]}")
             time.sleep(0.02)
-        return found
 
     def ready(self, page: str, patience_s: float = 10.0) -> None:
         """Wait until a page is drawn."""
@@ -138,6 +144,3 @@ class Page:
     def screenshot(self, path: Path) -> None:
         found = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=False)
         path.write_bytes(base64.b64decode(found["data"]))
-
-    def close(self) -> None:
-        self._browser.ask("Target.closeTarget", targetId=self.target)

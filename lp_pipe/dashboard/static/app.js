@@ -95,7 +95,7 @@ async function begin() {
   if (location.search) history.replaceState(null, "", `/${location.hash}`); // the token leaves the address bar
   const found = await ask("/api/runs");
   app.readOnly = found.read_only;
-  app.single = found.single;
+  app.single = found.single || found.runs.length === 1;
   const select = document.getElementById("run");
   for (const one of found.runs) {
     select.append(h("option", { value: one.key }, `${one.key}${one.state === "running" ? " ●" : ""}`));

@@ -130,8 +130,10 @@ function traffic(labels, svg) {
     const text = parts.filter(Boolean).join(" · ");
     if (!text && !label.text) continue;
     if (!label.text) {
-      const at = label.path.getPointAtLength(label.path.getTotalLength() / 2);
-      label.text = s("text", { class: "traffic", x: at.x, y: at.y - 4 });
+      const length = label.path.getTotalLength();
+      const at = label.path.getPointAtLength(length / 2);
+      // There is no room between neighbouring cards, but below them.
+      label.text = s("text", { class: "traffic", x: at.x, y: length < 90 ? at.y + 34 : at.y - 4 });
       svg.append(label.text);
     }
     if (label.text.textContent !== text) label.text.textContent = text;
@@ -188,7 +190,7 @@ async function openPanel(panel, card, label, page) {
 
 async function nodePanel(panel, node, close) {
   const facts = h("dl", {});
-  const log = h("pre", { class: "log", tabindex: 0 });
+  const log = h("pre", { class: "log tail", tabindex: 0 });
   const charts = h("div", { class: "charts small" });
   const stacks = h("pre", { class: "log", hidden: true });
   const ask_stacks = h("button", {
