@@ -28,6 +28,7 @@ from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.hosts.host_join import MultiHostOptions, Patience
 from lp_pipe.launch.plan.launch_plan import make_plan
 from lp_pipe.launch.run import Run
+from lp_pipe.launch.tracing import Tracer
 from lp_pipe.telemetry.metrics import MetricsLog
 
 CROWDS = 5
@@ -127,7 +128,7 @@ def measure(nodes: int, hosts: int, folder: str) -> dict[str, Any]:
     for key, value in engine.called_at.items():
         figures["plan"][key] += value - began[key]
         figures["join"][key] -= value - began[key]
-    run = Run(program, coordinator, host, metrics, HangWatch(coordinator, host, 60.0))
+    run = Run(program, coordinator, host, metrics, HangWatch(coordinator, host, 60.0), Tracer(coordinator, host))
     with phase("start"):
         run.start()
     with phase("register"):

@@ -108,6 +108,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="record what all nodes do, into trace.json in the run's folder, for ui.perfetto.dev",
     )
     parser.add_argument(
+        "--metrics-port",
+        type=whole_number("--metrics-port=", "port", 9090),
+        metavar="PORT",
+        help="serve states, calls and metrics as OpenMetrics at http://127.0.0.1:PORT/metrics (0: any free port)",
+    )
+    parser.add_argument(
         "--log-level",
         type=str.upper,
         choices=["DEBUG", "INFO", "WARNING", "ERROR"],
@@ -163,7 +169,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                 with _explained(arguments.target, ours):
                     options |= {"grace": arguments.grace, "hang_after": arguments.hang_after, "setup": setup}
                     options |= {"listed": True, "run_dir": run_dir, "metrics_sinks": (display.metrics, *sinks)}
-                    options |= {"trace": arguments.trace}
+                    options |= {"trace": arguments.trace, "metrics_port": arguments.metrics_port}
                     run: Run | ElasticRun
                     if make is None:
                         run = launch(program, arguments.mode, **options)
@@ -250,6 +256,8 @@ def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Outp
     try:
         _draw(view, RunFolder(run.run_dir).picture, display)  # inside the try block, because the nodes run now
         display.started()
+        if isinstance(run, Run) and run.metrics_url is not None:
+            display.note(f"metrics at {run.metrics_url}")
         while not run.is_over:
             display.status(run.status())
             output.look()

@@ -15,6 +15,7 @@ from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.hosts.edges import check_channels_of_one_host
 from lp_pipe.launch.invocation import current_invocation
+from lp_pipe.launch.open_metrics import OpenMetricsServer
 from lp_pipe.launch.options import LaunchOptions, with_keywords
 from lp_pipe.launch.plan.launch_plan import LaunchPlan, make_plan, serialize_nodes
 from lp_pipe.launch.refusal import check_not_refused
@@ -75,6 +76,7 @@ def launch(program: Program, options: _RunOptions) -> Run:
         the log and in the run's hangs.log, with what that one does; deadlocks are named. None: never. The program
         goes on in any case.
     trace: write what all nodes do, from the beginning to the end, to RUN/trace.json, which ui.perfetto.dev shows.
+    metrics_port: serve the run's state as OpenMetrics at http://127.0.0.1:PORT/metrics, `run.metrics_url`; 0: any port.
     setup: called without arguments in every process of the program, before anything of its node is loaded, and again
         where a node is restarted; in thread mode once, here. Its exception is the failure of that node.
     engine, hosts, engine_options (multi_host, like all below): what starts an agent on each host, "local", "ssh",
@@ -138,18 +140,27 @@ def start_run(
         check_channels_of_one_host(plan.edges)
     invocation = current_invocation()
     sink_run = SinkRun(plan.folder, program.name, invocation.argv, invocation.program_flags)
-    metrics = MetricsLog(plan.folder.metrics, options.metrics_sinks, sink_run)
-    host, coordinator = MODES[mode](plan, metrics, host_options)
-    is_listed = mode != "thread" if options.listed is None else options.listed
-    keeps_records = is_listed or options.run_dir is not None
-    hangs, tracer = HangWatch(coordinator, host, options.hang_after), Tracer(coordinator, host)
-    control = ControlPoint(program, mode, coordinator, host, hangs, tracer, is_listed) if keeps_records else None
-    run = Run(program, coordinator, host, metrics, hangs, tracer, control, keeps_empty_folder=keeps_records)
-    if options.trace:
-        tracer.begin(plan.folder.trace)
-    print_reports()
-    run.start()
-    return run
+    with contextlib.ExitStack() as undoing:
+        sinks, scraped = list(options.metrics_sinks), None
+        if options.metrics_port is not None:
+            scraped = OpenMetricsServer(options.metrics_port)
+            undoing.callback(scraped.close)
+            sinks.append(scraped.latest)
+        metrics = MetricsLog(plan.folder.metrics, sinks, sink_run)
+        host, coordinator = MODES[mode](plan, metrics, host_options)
+        is_listed = mode != "thread" if options.listed is None else options.listed
+        keeps_records = is_listed or options.run_dir is not None
+        hangs, tracer = HangWatch(coordinator, host, options.hang_after), Tracer(coordinator, host)
+        control = ControlPoint(program, mode, coordinator, host, hangs, tracer, is_listed) if keeps_records else None
+        run = Run(program, coordinator, host, metrics, hangs, tracer, scraped, control, keeps_records)
+        if scraped is not None:
+            scraped.show(coordinator, hangs)
+        if options.trace:
+            tracer.begin(plan.folder.trace)
+        print_reports()
+        run.start()
+        undoing.pop_all()
+        return run
 
 
 @contextlib.contextmanager

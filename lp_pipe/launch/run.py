@@ -19,6 +19,7 @@ from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.debuggers import LocalDebuggers
 from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.host import Host, give_up
+from lp_pipe.launch.open_metrics import OpenMetricsServer
 from lp_pipe.launch.processes.execute import failure_from
 from lp_pipe.launch.report import described_failure, save_failure
 from lp_pipe.launch.run_records import Outcome
@@ -58,6 +59,7 @@ class Run:
         metrics: MetricsLog,
         hangs: HangWatch,
         tracer: Tracer,
+        open_metrics: OpenMetricsServer | None = None,
         control: ControlPoint | None = None,
         keeps_empty_folder: bool = True,
     ) -> None:
@@ -70,6 +72,7 @@ class Run:
         self._keeps_empty_folder = keeps_empty_folder
         self._hangs = hangs
         self._tracer = tracer
+        self._open_metrics = open_metrics
         self._has_started = threading.Event()
         self._is_over = Latch()
         self._interrupts = Interrupts(lambda: coordinator.request_stop(hurry=True), host.suspend)
@@ -84,6 +87,11 @@ class Run:
     def run_dir(self) -> Path:
         """The folder with this run's logs, metrics and checkpoints."""
         return self._coordinator.plan.run_dir
+
+    @property
+    def metrics_url(self) -> str | None:
+        """The address of the run's OpenMetrics; None without `metrics_port`."""
+        return self._open_metrics.url if self._open_metrics is not None else None
 
     def start(self) -> None:
         """Start the nodes, and the thread that looks after them."""
@@ -332,6 +340,7 @@ class Run:
             # What is published is never freed, so it is one text for each address, not the program.
             lambda: replace_published(self._services, EndedServices(self._coordinator.why_gone(), self.failure)),
             self._tracer.end,
+            self._close_open_metrics,
             self._host.close,
             self._metrics.close,
             lambda: save_failure(self._coordinator),
@@ -347,6 +356,10 @@ class Run:
             failed_runs.add(self)
         self._is_over.open()
         active_runs.discard(self)
+
+    def _close_open_metrics(self) -> None:
+        if self._open_metrics is not None:
+            self._open_metrics.close()
 
     def _close_control(self) -> None:
         if self._control is not None:
