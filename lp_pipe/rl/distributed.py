@@ -26,18 +26,19 @@ from lp_pipe.errors import NotSupported
 from lp_pipe.programs.generations import GenerationServer, StaleGeneration, has_stopped
 from lp_pipe.programs.waiting import until_the_stop
 from lp_pipe.rl.environment_loop import EnvironmentLoop
-from lp_pipe.rl.experiment import ExperimentConfig, Spec
+from lp_pipe.rl.experiment import ExperimentConfig, Rounds, Spec
 from lp_pipe.rl.repeated_deaths import RepeatedDeaths
 from lp_pipe.rl.rounds import (
     ActorRecord,
     Delivery,
     EvaluationDue,
     Evaluations,
+    ExperimentOptions,
+    ExperimentTable,
     RoundsLearner,
-    RoundsOptions,
-    RoundsTable,
     RoundStart,
     act_round,
+    make_table,
 )
 from lp_pipe.rl.run_experiment import (
     Evaluator,
@@ -110,16 +111,16 @@ class ExperimentReplay(GenerationServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rounds: RoundsTable | None = None
+        self._table: ExperimentTable | None = None
 
-    async def open(self, generation: str, options: RoundsOptions) -> int:
-        """Begin a generation; return the number of the last round, or 0 if that is not known."""
-        if self._rounds is None:
-            self._rounds = RoundsTable(options)
-        self._rounds.check(options)
+    async def open(self, generation: str, options: ExperimentOptions) -> bool:
+        """Begin a generation; return whether the last round was learned."""
+        if self._table is None:
+            self._table = make_table(options)
+        self._table.check(options)
         self._generation = generation
         self._changes.notify()
-        return self._rounds.last
+        return self._table.is_over
 
     async def join(self, actor: int, after: str | None) -> JoinedActor:
         """Wait for another generation than `after`, and return what the actor has done.
@@ -147,12 +148,14 @@ class ExperimentReplay(GenerationServer):
         self._check(generation)
         self._opened.deliver(actor, number, delivery)
         self._changes.notify()
+        await self._until(generation, lambda: self._opened.may_go_on(actor))
         return await self.start(generation, actor, number + 1)
 
     async def learn(self, generation: str, number: int) -> PackedRound:
         """Wait until all actors have delivered a round, and return the samples that it is good for."""
         await self._until(generation, lambda: self._opened.is_ready(number))
         samples, counts, is_last = self._opened.learn_from(number)
+        self._changes.notify()
         return PackedRound(len(samples), stacked(samples) if samples else None, counts, is_last)
 
     async def finish(self, generation: str, number: int, priorities: list[Any]) -> None:
@@ -163,24 +166,24 @@ class ExperimentReplay(GenerationServer):
 
     async def info(self) -> dict[str, dict[str, int]]:
         """Return the counts of the table."""
-        return {"replay": {} if self._rounds is None else self._rounds.table.info()}
+        return {"replay": {} if self._table is None else self._table.table.info()}
 
     async def state_dict(self) -> Any:
         """Return all that depends on the past, or None before the experiment has begun."""
-        return None if self._rounds is None else self._rounds.state_dict()
+        return None if self._table is None else self._table.state_dict()
 
     async def load_state_dict(self, state: Any) -> None:
         """Continue from a state, in the next generation."""
-        self._generation, self._rounds = None, None
+        self._generation, self._table = None, None
         if state is not None:
-            self._rounds = RoundsTable(state["options"])
-            self._rounds.load_state_dict(state)
+            self._table = make_table(state["options"])
+            self._table.load_state_dict(state)
         self._changes.notify()
 
     @property
-    def _opened(self) -> RoundsTable:
-        assert self._rounds is not None, "calls with a generation come after `open`"
-        return self._rounds
+    def _opened(self) -> ExperimentTable:
+        assert self._table is not None, "calls with a generation come after `open`"
+        return self._table
 
 
 class ExperimentCounter(GenerationServer):
@@ -189,20 +192,28 @@ class ExperimentCounter(GenerationServer):
     def __init__(self) -> None:
         super().__init__()
         self._evaluations = Evaluations(1, None)
+        self._shown: dict[str, int] = {}
 
-    async def open(self, generation: str, every: int, stop_at: float | None) -> None:
-        """Begin a generation."""
+    async def open(self, generation: str, every: int, stop_at: float | None, shown: Mapping[str, int]) -> list[int]:
+        """Begin a generation; return the rounds after which an evaluation is to be done.
+
+        shown: the largest counts that were ever given: after going back `get` returns no lower ones.
+        """
+        self._show(shown)
         state = self._evaluations.state_dict()
         self._evaluations = Evaluations(every, stop_at)
         self._evaluations.load_state_dict(state)
         self._generation = generation
         self._changes.notify()
+        return self._evaluations.all_due()
 
-    async def add_round(self, generation: str, number: int, counts: Mapping[str, int], is_last: bool) -> None:
-        """Take the counts after a round, which may make an evaluation due."""
+    async def add_round(self, generation: str, number: int, counts: Mapping[str, int], is_last: bool) -> bool:
+        """Take the counts after a round; return whether they make an evaluation due."""
         self._check(generation)
-        self._evaluations.add_round(number, counts, is_last)
+        self._show(counts)
+        is_due = self._evaluations.add_round(number, counts, is_last)
         self._changes.notify()
+        return is_due
 
     async def is_good_enough(self, generation: str, number: int) -> bool:
         """Wait for the evaluations up to a round; return whether the experiment ends because of them."""
@@ -233,8 +244,12 @@ class ExperimentCounter(GenerationServer):
         self._changes.notify()
 
     async def get(self) -> dict[str, int]:
-        """Return the counts after the newest round that was learned."""
-        return dict(self._evaluations.counts)
+        """Return the counts after the newest round that was learned. They never become less."""
+        self._show(self._evaluations.counts)
+        return dict(self._shown)
+
+    def _show(self, counts: Mapping[str, int]) -> None:
+        self._shown = {name: max(count, self._shown.get(name, 0)) for name, count in counts.items()}
 
     async def curve(self) -> list[tuple[int, float]]:
         """Return the environment steps and score of every evaluation."""
@@ -254,7 +269,7 @@ class ExperimentLearner(GenerationServer):
     """The node that learns and drives the others. Its `run` is the experiment; calls only read what that has made."""
 
     def __init__(
-        self, experiment: ExperimentConfig, spec: Spec, options: RoundsOptions, replay: Any, counter: Any
+        self, experiment: ExperimentConfig, spec: Spec, options: ExperimentOptions, replay: Any, counter: Any
     ) -> None:
         super().__init__()
         self._config, self._options, self._replay, self._counter = experiment, options, replay, counter
@@ -262,16 +277,21 @@ class ExperimentLearner(GenerationServer):
         keep_experiment(Path(lp.context().run_dir), experiment, spec)
         with self._deaths.watched():
             network = make_network(experiment, spec)
-            self._learner = RoundsLearner(experiment.builder, network, spec, experiment.seed, options.lag)
+            self._learner = RoundsLearner(experiment.builder, network, spec, experiment.seed, options.order)
+        self._lag = options.order.lag if isinstance(options.order, Rounds) else None
         self._good_enough: dict[int, bool] = {}  # by round, once the evaluations up to there are in
         self._waiting: dict[int, Future[Any]] = {}  # by round, calls whose results are for `_good_enough`
         self._finishing: Future[Any] | None = None
+        self._counts: dict[str, int] = {}
         self._last_log = 0.0
 
     async def begin(self, generation: str, number: int) -> tuple[int, Any] | None:
         """Wait until an actor may begin a round; return learner steps and weights, or None: the experiment is over."""
         self._changes.attach()
-        version = max(0, number - 1 - self._options.lag)
+        if self._lag is None:
+            self._check(generation)
+            return None if any(self._good_enough.values()) else self._learner.newest
+        version = max(0, number - 1 - self._lag)
         await self._until(generation, lambda: version in self._good_enough)
         return None if self._good_enough[version] else self._version(version)
 
@@ -283,7 +303,7 @@ class ExperimentLearner(GenerationServer):
 
     async def variables(self) -> Any:
         """Return the newest weights."""
-        return self._learner.versions[self._learner.round][1]
+        return self._learner.newest[1]
 
     @until_the_stop()
     def run(self) -> None:
@@ -323,33 +343,51 @@ class ExperimentLearner(GenerationServer):
         """
         generation, evaluation = uuid.uuid4().hex, self._config.evaluation
         number = self._learner.round
-        is_last = self._replay.open(generation, self._options) == number > 0
-        self._counter.open(generation, evaluation.every, evaluation.stop_at)
+        is_last = self._replay.open(generation, self._options)
+        due = self._counter.open(generation, evaluation.every, evaluation.stop_at, self._counts)
         self._good_enough, self._waiting, self._finishing = {0: False}, {}, None
-        for version in range(max(1, number - self._options.lag), number + 1):
+        self._learner.pinned = set(due)
+        for version in due if self._lag is None else range(max(1, number - self._lag), number + 1):
             self._ask(generation, version)
         self._publish(generation)
-        while not is_last and not self._is_good_enough(number - self._options.lag):
+        while not is_last and not self._is_good_enough(number):
             number += 1
-            packed: PackedRound = self._result_of(self._replay.futures.learn(generation, number))
+            packed = self._samples_for(generation, number)
+            if packed is None:
+                break
             is_last = packed.is_last
             steps_before, age = self._learner.steps, self._learner.steps - self._learner.version_for(number)[0]
             samples = [row(packed.samples, place) for place in range(packed.num_samples)]
             priorities = self._learner.learn(samples, lambda step: self._deaths.at(number, step))  # noqa: B023
             self._deaths.leave(number)
             self._finishing = self._replay.futures.finish(generation, number, priorities)
-            counts = {**packed.counts, "learner_steps": self._learner.steps}
-            self._counter.add_round(generation, number, counts, is_last)
-            self._ask(generation, number)
-            self._log(counts, age, is_last)
+            self._counts = {**packed.counts, "learner_steps": self._learner.steps}
+            if self._counter.add_round(generation, number, self._counts, is_last):
+                self._learner.pinned.add(number)
+                self._ask(generation, number)
+            elif self._lag is not None:
+                self._ask(generation, number)
+            self._log(age, is_last)
             every = self._config.checkpoint_every
             if self._learner.steps // every > steps_before // every:
                 self._result_of(self._finishing)
                 checkpoints.save(number, wait=False)
         if self._finishing is not None:
             self._result_of(self._finishing)
+        self._learner.pinned.add(self._learner.round)
         self._result_of(self._counter.futures.end(generation))
-        checkpoints.save(number)
+        checkpoints.save(self._learner.round)
+
+    def _samples_for(self, generation: str, number: int) -> PackedRound | None:
+        """Wait for the samples of a round; None: in free order an evaluation has meanwhile ended the experiment."""
+        call = self._replay.futures.learn(generation, number)
+        while self._lag is None and not call.done():
+            wait([call, *(one for one in self._waiting.values() if not one.done())], return_when=FIRST_COMPLETED)
+            if self._is_good_enough(number):
+                call.cancel()
+                return None
+        packed: PackedRound = self._result_of(call)
+        return packed
 
     def _ask(self, generation: str, number: int) -> None:
         """Ask whether the evaluations up to a round are good enough; the answer lets actors begin a later round."""
@@ -359,15 +397,20 @@ class ExperimentLearner(GenerationServer):
         def take(answered: "Future[bool]") -> None:
             if not answered.cancelled() and answered.exception() is None and self._waiting.get(number) is answered:
                 self._good_enough[number] = answered.result()
+                self._learner.pinned.discard(number)
                 self._changes.notify_from_outside()
 
         call.add_done_callback(take)
-        for old in [one for one in self._waiting if one < number - self._options.lag]:
-            del self._waiting[old]
-            self._good_enough.pop(old, None)
+        if self._lag is not None:
+            for old in [one for one in self._waiting if one < number - self._lag]:
+                del self._waiting[old]
+                self._good_enough.pop(old, None)
 
     def _is_good_enough(self, number: int) -> bool:
-        return number > 0 and bool(self._result_of(self._waiting[number]))
+        """Return whether the experiment ends before the next round; in free order by the evaluations that are in."""
+        if self._lag is None:
+            return any(bool(one.result()) for one in self._waiting.values() if one.done())
+        return number > self._lag and bool(self._result_of(self._waiting[number - self._lag]))
 
     def _result_of(self, call: "Future[Any]") -> Any:
         """Wait for a call, unless another one fails: what it waits for may then never happen."""
@@ -395,10 +438,11 @@ class ExperimentLearner(GenerationServer):
         self._generation = generation
         self._changes.notify_from_outside()
 
-    def _log(self, counts: Mapping[str, int], age: int, is_last: bool) -> None:
+    def _log(self, age: int, is_last: bool) -> None:
         if not is_last and time.monotonic() < self._last_log + _LOG_EVERY_S:
             return
         self._last_log = time.monotonic()
+        counts = self._counts
         ratio = counts["samples"] / counts["inserts"] if counts["inserts"] else 0.0
         metrics = {f"learner/{name}": value for name, value in self._learner.metrics.items()}
         own = {"samples_per_insert": ratio, "weights_age": age, "env_steps": counts["env_steps"]}

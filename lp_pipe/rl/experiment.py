@@ -139,6 +139,14 @@ class Rounds:
 
 
 @dataclass(frozen=True)
+class Free:
+    """The order in which every part works as fast as the table's rate limiter lets it.
+
+    Two runs differ. What holds: the counts, the limiter's band, and that actors get weights of one version.
+    """
+
+
+@dataclass(frozen=True)
 class ExperimentConfig:
     """An agent, its environment, and how long it learns.
 
@@ -153,7 +161,7 @@ class ExperimentConfig:
     network_factory: Callable[[Spec], Network] | None = None
     seed: int = 0
     evaluation: Evaluation = field(default_factory=Evaluation)
-    order: Rounds = field(default_factory=Rounds)
+    order: Rounds | Free = field(default_factory=Rounds)
     checkpoint_every: int = 1_000
     envs_per_actor: int = 1
     observers: Sequence[Observer] = ()

@@ -8,6 +8,7 @@ import copy
 import hashlib
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,25 +17,26 @@ import numpy as np
 
 from lp_pipe.errors import CheckpointError
 from lp_pipe.rl.environment_loop import EnvironmentLoop, EpisodeReturn, LoopState, seed_sequence
-from lp_pipe.rl.experiment import Builder, Learner, Network, Spec
+from lp_pipe.rl.experiment import Builder, Free, Learner, Network, Rounds, Spec
+from lp_pipe.rl.replay.rate_limiter import SampleToInsertRatio
 from lp_pipe.rl.replay.table import Sample, Table, TableState
-from lp_pipe.rl.tree import concatenated
+from lp_pipe.rl.tree import concatenated, leaves_of, row
 
 
 @dataclass(frozen=True)
-class RoundsOptions:
+class ExperimentOptions:
     """What the table must know of an experiment.
 
-    is_vector: the actors have VectorEnvs, which may take fewer steps than they are told.
+    num_envs: of an actor. is_vector: they are VectorEnvs, which may take fewer steps than they are told.
     """
 
     table: Table
     batch_size: int
     seed: int
-    steps: int
-    lag: int
+    order: Rounds | Free
     max_num_actor_steps: int
     num_actors: int
+    num_envs: int
     is_vector: bool
 
 
@@ -65,92 +67,58 @@ class ActorRecord(NamedTuple):
 
 
 class LearnerRound(NamedTuple):
-    """What a learner gets for a round. counts: after the round, without learner_steps."""
+    """What a learner gets at a time. counts: of all until then, without learner_steps."""
 
     samples: list[Sample]
     counts: dict[str, int]
     is_last: bool
 
 
-class RoundsTable:
-    """A table that takes the items of one round at a time, and keeps what each actor has done.
+class ExperimentTable(ABC):
+    """A table that keeps what each actor has done.
 
-    So it says how many steps an actor takes next, and what the successor of a dead actor begins with.
+    So it says how many steps an actor takes next, and what the successor of a dead actor begins with. "Rounds" are an
+    actor's deliveries, and the times that the learner gets samples; both are numbered from 1.
     """
 
-    def __init__(self, options: RoundsOptions) -> None:
+    _STATE: tuple[str, ...] = ("options", "finished", "_counts", "_records", "_is_last")
+
+    def __init__(self, options: ExperimentOptions) -> None:
         self.options = options
         self.table = TableState(options.table, generator_of(options.seed, "table"))
         self.finished = 0  # the newest round that was learned, with its priorities
-        self._carry = 0.0
-        self._counts = {"env_steps": 0, "episodes": 0, "environment_restarts": 0}  # up to the round that was learned
+        self._counts = {"env_steps": 0, "episodes": 0, "environment_restarts": 0}  # of what was learned
         self._records = [ActorRecord(0, None)] * options.num_actors
-        self._deliveries: dict[int, dict[int, Delivery]] = {}  # by round and actor
-        self._steps_before = {1: 0}  # of rounds, where all actors' steps before them are known
-        self._last = 0  # the number of the last round, once it is known
+        self._is_last = False  # the newest round that was learned is the last one
         self._sampled: list[Any] = []  # keys of the round that is being learned
 
+    @abstractmethod
+    def start_of(self, actor: int, number: int) -> RoundStart | None:
+        """Return what an actor has to do in a round; None: that depends on others who have not delivered yet."""
+
+    @abstractmethod
+    def deliver(self, actor: int, number: int, delivery: Delivery) -> None:
+        """Take what an actor has done. What was delivered before is left as it is: the reply may have been lost."""
+
+    @abstractmethod
+    def may_go_on(self, actor: int) -> bool:
+        """Return whether the limiter lets an actor begin its next round."""
+
+    @abstractmethod
+    def is_ready(self, number: int) -> bool:
+        """Return whether `learn_from` may be called for the learner's next round."""
+
+    @abstractmethod
+    def learn_from(self, number: int) -> LearnerRound:
+        """Return the samples of the learner's next round."""
+
     @property
-    def last(self) -> int:
-        """The number of the last round; 0 while it is not known."""
-        return self._last
+    def is_over(self) -> bool:
+        """Whether the last round was learned."""
+        return self._is_last
 
     def record_of(self, actor: int) -> ActorRecord:
         return self._records[actor]
-
-    def start_of(self, actor: int, number: int) -> RoundStart | None:
-        """Return what an actor has to do in a round; None: that depends on others who have not delivered yet."""
-        options = self.options
-        before = self._env_steps_before(number)
-        if before is None:
-            return None
-        left = options.max_num_actor_steps - before
-        if left == 0 or 0 < self._last < number:
-            return RoundStart(number, 0, before, True)
-        for other in range(actor if left < options.steps * options.num_actors else 0):
-            delivery = self._deliveries.get(number, {}).get(other)
-            if delivery is None and options.is_vector:
-                return None
-            left -= min(left, options.steps) if delivery is None else delivery.steps
-        return RoundStart(number, min(left, options.steps), before)
-
-    def deliver(self, actor: int, number: int, delivery: Delivery) -> None:
-        """Take what an actor has done. What was delivered before is left as it is: the reply may have been lost."""
-        record = self._records[actor]
-        if number <= record.number:
-            return
-        assert number == record.number + 1, f"actor {actor} skips from round {record.number} to {number}"
-        self._records[actor] = ActorRecord(number, delivery.state.after(record.state))
-        deliveries = self._deliveries.setdefault(number, {})
-        deliveries[actor] = delivery
-        if len(deliveries) == self.options.num_actors:
-            steps = sum(one.steps for one in deliveries.values())
-            after = self._steps_before[number + 1] = self._steps_before[number] + steps
-            if after == self.options.max_num_actor_steps or not steps:
-                self._last = number
-
-    def is_ready(self, number: int) -> bool:
-        """Return whether all actors have delivered a round, and the one before was learned."""
-        return self.finished == number - 1 and len(self._deliveries.get(number, ())) == self.options.num_actors
-
-    def learn_from(self, number: int) -> LearnerRound:
-        """Take a round's items, in the order of the actors, and sample what they are good for."""
-        assert self.is_ready(number)
-        deliveries = self._deliveries[number]
-        before = self.table.inserts
-        for actor, delivery in sorted(deliveries.items()):
-            pending = self._flushed(actor) if number == self._last else None
-            for items in (delivery.items, pending):
-                if items is not None:
-                    self.table.insert(items)
-        num_samples = self._num_samples(self.table.inserts - before)
-        samples = [self.table.sample(self.options.batch_size) for _ in range(num_samples)]
-        self._sampled = [sample.keys for sample in samples]
-        self._counts["env_steps"] = self._steps_before[number + 1]
-        self._counts["episodes"] += sum(len(one.episodes) for one in deliveries.values())
-        self._counts["environment_restarts"] += sum(one.restarts for one in deliveries.values())
-        del self._deliveries[number], self._steps_before[number]
-        return LearnerRound(samples, self.counts(), number == self._last)
 
     def finish(self, number: int, priorities: Sequence[Any]) -> None:
         """Take the priorities of a round's samples."""
@@ -159,11 +127,7 @@ class RoundsTable:
                 self.table.update_priorities(keys, np.asarray(values))
         self.finished = number
 
-    def counts(self) -> dict[str, int]:
-        """Return the counts up to the round that was learned."""
-        return {**self._counts, "inserts": self.table.inserts, "samples": self.table.samples}
-
-    def check(self, found: RoundsOptions) -> None:
+    def check(self, found: ExperimentOptions) -> None:
         """Compare the options with those of a checkpoint.
 
         Raises:
@@ -176,7 +140,7 @@ class RoundsTable:
             raise CheckpointError(f"the checkpoint and the program are of different experiments: {values}")
 
     def state_dict(self) -> dict[str, Any]:
-        own = {name: copy.copy(getattr(self, name)) for name in _STATE_OF_TABLE}
+        own = {name: copy.copy(getattr(self, name)) for name in self._STATE}
         return {**own, "table": self.table.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -186,22 +150,103 @@ class RoundsTable:
             CheckpointError: it is of an experiment with other options.
         """
         self.check(state["options"])
-        for name in _STATE_OF_TABLE:
+        for name in self._STATE:
             if name != "options":
                 setattr(self, name, copy.copy(state[name]))
         self.table.load_state_dict(state["table"])
 
-    def _env_steps_before(self, number: int) -> int | None:
-        """Return the steps of all actors before a round; None: not known yet."""
-        if number in self._steps_before or self.options.is_vector:
-            return self._steps_before.get(number)
-        whole_rounds = (number - 1) * self.options.steps * self.options.num_actors
-        return min(whole_rounds, self.options.max_num_actor_steps)
+    def _is_new(self, actor: int, number: int, delivery: Delivery) -> bool:
+        """Keep the state of an actor after its next round; return False if it was delivered before."""
+        record = self._records[actor]
+        if number <= record.number:
+            return False
+        assert number == record.number + 1, f"actor {actor} skips from round {record.number} to {number}"
+        self._records[actor] = ActorRecord(number, delivery.state.after(record.state))
+        return True
+
+    def _count(self, delivery: Delivery) -> None:
+        self._counts["env_steps"] += delivery.steps
+        self._counts["episodes"] += len(delivery.episodes)
+        self._counts["environment_restarts"] += delivery.restarts
+
+    def _sample(self, count: int) -> LearnerRound:
+        samples = [self.table.sample(self.options.batch_size) for _ in range(count)]
+        self._sampled = [sample.keys for sample in samples]
+        counts = {**self._counts, "inserts": self.table.inserts, "samples": self.table.samples}
+        return LearnerRound(samples, counts, self._is_last)
 
     def _flushed(self, actor: int) -> Any:
         """Return what is pending in an actor's adders after its last round."""
         state = self._records[actor].state
         return None if state is None else concatenated([adder.flush() for adder in state.adders or ()])
+
+
+class RoundsTable(ExperimentTable):
+    """A table that takes the items of one round at a time, in the order of the actors."""
+
+    _STATE = (*ExperimentTable._STATE, "_carry", "_deliveries", "_steps_before", "_last")
+
+    def __init__(self, options: ExperimentOptions) -> None:
+        super().__init__(options)
+        assert isinstance(options.order, Rounds)
+        self._steps = options.order.steps
+        self._carry = 0.0
+        self._deliveries: dict[int, dict[int, Delivery]] = {}  # by round and actor
+        self._steps_before = {1: 0}  # of rounds, where all actors' steps before them are known
+        self._last = 0  # the number of the last round, once it is known
+
+    def start_of(self, actor: int, number: int) -> RoundStart | None:
+        options = self.options
+        before = self._env_steps_before(number)
+        if before is None:
+            return None
+        left = options.max_num_actor_steps - before
+        if left == 0 or 0 < self._last < number:
+            return RoundStart(number, 0, before, True)
+        for other in range(actor if left < self._steps * options.num_actors else 0):
+            delivery = self._deliveries.get(number, {}).get(other)
+            if delivery is None and options.is_vector:
+                return None
+            left -= min(left, self._steps) if delivery is None else delivery.steps
+        return RoundStart(number, min(left, self._steps), before)
+
+    def deliver(self, actor: int, number: int, delivery: Delivery) -> None:
+        if not self._is_new(actor, number, delivery):
+            return
+        deliveries = self._deliveries.setdefault(number, {})
+        deliveries[actor] = delivery
+        if len(deliveries) == self.options.num_actors:
+            steps = sum(one.steps for one in deliveries.values())
+            after = self._steps_before[number + 1] = self._steps_before[number] + steps
+            if after == self.options.max_num_actor_steps or not steps:
+                self._last = number
+
+    def may_go_on(self, actor: int) -> bool:
+        return True
+
+    def is_ready(self, number: int) -> bool:
+        return self.finished == number - 1 and len(self._deliveries.get(number, ())) == self.options.num_actors
+
+    def learn_from(self, number: int) -> LearnerRound:
+        assert self.is_ready(number)
+        self._is_last = number == self._last
+        before = self.table.inserts
+        deliveries = self._deliveries.pop(number)
+        for actor, delivery in sorted(deliveries.items()):
+            self._count(delivery)
+            pending = self._flushed(actor) if self._is_last else None
+            for items in (delivery.items, pending):
+                if items is not None:
+                    self.table.insert(items)
+        del self._steps_before[number]
+        return self._sample(self._num_samples(self.table.inserts - before))
+
+    def _env_steps_before(self, number: int) -> int | None:
+        """Return the steps of all actors before a round; None: not known yet."""
+        if number in self._steps_before or self.options.is_vector:
+            return self._steps_before.get(number)
+        whole_rounds = (number - 1) * self._steps * self.options.num_actors
+        return min(whole_rounds, self.options.max_num_actor_steps)
 
     def _num_samples(self, num_items: int) -> int:
         """Return how many batches the items of a round are good for."""
@@ -215,7 +260,110 @@ class RoundsTable:
         return math.floor(due)
 
 
-_STATE_OF_TABLE = ("options", "finished", "_carry", "_counts", "_records", "_deliveries", "_steps_before", "_last")
+class FreeTable(ExperimentTable):
+    """A table that takes items as soon as its limiter admits them, and gives the samples that it admits.
+
+    An actor is told a number of steps; the sum of these and of what was done is never above the experiment's. Samples
+    do not run ahead of the ratio by more than a batch, so at the end the ratio is kept, and not just its band.
+    """
+
+    _STATE = (*ExperimentTable._STATE, "_granted", "_finished_actors", "_pending", "_is_flushed")
+
+    def __init__(self, options: ExperimentOptions) -> None:
+        super().__init__(options)
+        self._granted: dict[int, int] = {}  # steps that an actor was told to do and has not delivered
+        self._finished_actors: set[int] = set()
+        self._pending: list[tuple[int, Any]] = []  # by actor, items that the limiter holds back, the oldest first
+        self._is_flushed = False
+
+    def start_of(self, actor: int, number: int) -> RoundStart | None:
+        options, done = self.options, self._counts["env_steps"]
+        if actor not in self._granted and actor not in self._finished_actors:
+            left = options.max_num_actor_steps - done - sum(self._granted.values())
+            if left == 0 and self._granted:
+                return None  # another actor may do less than it was told
+            if left == 0:
+                self._leave(actor)
+            else:
+                self._granted[actor] = min(left, max(_FREE_STEPS, 4 * options.num_envs))
+        return RoundStart(number, self._granted.get(actor, 0), done, actor in self._finished_actors)
+
+    def deliver(self, actor: int, number: int, delivery: Delivery) -> None:
+        if not self._is_new(actor, number, delivery):
+            return
+        self._granted.pop(actor, None)
+        self._count(delivery)
+        if delivery.items is not None:
+            self._pending.append((actor, delivery.items))
+        if not delivery.steps:  # too few are left for its VectorEnv
+            self._leave(actor)
+        self._insert_pending()
+
+    def may_go_on(self, actor: int) -> bool:
+        return all(other != actor for other, _ in self._pending)
+
+    def is_ready(self, number: int) -> bool:
+        return self.finished == number - 1 and (self._may_sample() or self._has_all_items())
+
+    def learn_from(self, number: int) -> LearnerRound:
+        assert self.is_ready(number)
+        samples: list[Sample] = []
+        keys: list[Any] = []
+        while len(samples) < _MOST_BATCHES and self._may_sample():
+            found = self._sample(1)
+            samples += found.samples
+            keys += self._sampled
+            self._insert_pending()
+        self._is_last = self._has_all_items() and not self._may_sample()
+        last = self._sample(0)
+        self._sampled = keys
+        return last._replace(samples=samples)
+
+    def _has_all_items(self) -> bool:
+        return self._is_flushed and not self._pending
+
+    def _may_sample(self) -> bool:
+        limiter, table, batch_size = self.options.table.rate_limiter, self.table, self.options.batch_size
+        is_behind = table.inserts * limiter.samples_per_insert - table.samples >= limiter.min_diff
+        if isinstance(limiter, SampleToInsertRatio):
+            middle = limiter.samples_per_insert * limiter.min_size
+            is_behind = table.inserts * limiter.samples_per_insert - table.samples > middle
+        elif self._has_all_items() and limiter.min_diff == -math.inf:
+            return False  # it would sample for ever
+        return is_behind and table.may_sample(batch_size)
+
+    def _leave(self, actor: int) -> None:
+        """Note that an actor has nothing more to do; the last one's leave lets all adders give what is pending."""
+        self._finished_actors.add(actor)
+        if len(self._finished_actors) == self.options.num_actors and not self._is_flushed:
+            self._is_flushed = True
+            flushed = [(one, self._flushed(one)) for one in range(self.options.num_actors)]
+            self._pending += [(one, items) for one, items in flushed if items is not None]
+            self._insert_pending()
+
+    def _insert_pending(self) -> None:
+        """Insert what the limiter admits, in the order in which it came; a large delivery also in parts."""
+        while self._pending:
+            actor, items = self._pending[0]
+            total = next(len(leaf) for _, leaf in leaves_of(items))
+            count = total
+            while count and not self.table.may_insert(count):
+                count //= 2
+            if not count:
+                return
+            self.table.insert(row(items, slice(count)))
+            self._pending = self._pending[1:]
+            if count < total:
+                self._pending.insert(0, (actor, row(items, slice(count, None))))
+
+
+_FREE_STEPS = 32  # of an actor between two deliveries: of less, calls would be a large part of the time
+_MOST_BATCHES = 16  # that a learner gets at once: it learns from them with priorities of before
+
+
+def make_table(options: ExperimentOptions) -> ExperimentTable:
+    """Return the table for the order of an experiment."""
+    return RoundsTable(options) if isinstance(options.order, Rounds) else FreeTable(options)
 
 
 class RoundsLearner:
@@ -223,21 +371,25 @@ class RoundsLearner:
 
     versions: the steps and weights after each learner round, the newest `lag + 1` of them; round 0 is the initial
     weights. An evaluation needs no older ones: a round does not begin before those of `lag + 1` rounds before are in.
+    In free order: the newest and those in `pinned`.
     """
 
-    def __init__(self, builder: Builder, network: Network, spec: Spec, seed: int, lag: int) -> None:
+    def __init__(self, builder: Builder, network: Network, spec: Spec, seed: int, order: Rounds | Free) -> None:
         self._generator = generator_of(seed, "learner")
         self.learner: Learner = builder.make_learner(network, spec, self._generator)
-        self._lag = lag
+        self._order = order
         self.round = 0
         self.steps = 0
-        self.versions: dict[int, tuple[int, Any]] = {}
+        self.newest = 0, copy.deepcopy(self.learner.variables())  # learner steps and weights
+        self.versions: dict[int, tuple[int, Any]] = {0: self.newest}
+        self.pinned: set[int] = set()
         self.metrics: dict[str, float] = {}
-        self._keep_version()
 
     def version_for(self, number: int) -> tuple[int, Any]:
         """Return the learner steps and weights with which actors act in a round."""
-        return self.versions[max(0, number - 1 - self._lag)]
+        if isinstance(self._order, Free):
+            return self.newest
+        return self.versions[max(0, number - 1 - self._order.lag)]
 
     def learn(self, samples: Sequence[Sample], before_step: Callable[[int], object] | None = None) -> list[Any]:
         """Do a round's steps and return the priorities of each sample, or None where they stay as they are.
@@ -252,8 +404,13 @@ class RoundsLearner:
             priorities.append(update.priorities)
             self.metrics = {name: float(value) for name, value in update.metrics.items()}
         self.steps += len(samples)
+        self.newest = self.versions[self.round + 1] = self.steps, copy.deepcopy(self.learner.variables())
         self.round += 1
-        self._keep_version()
+        if isinstance(self._order, Rounds):
+            self.versions.pop(self.round - self._order.lag - 1, None)
+        else:
+            for old in [number for number in self.versions if number < self.round and number not in self.pinned]:
+                del self.versions[old]
         return priorities
 
     def state_dict(self) -> dict[str, Any]:
@@ -269,10 +426,7 @@ class RoundsLearner:
         self.learner.load_state_dict(state["learner"])
         self._generator.bit_generator.state = state["generator"]
         self.round, self.steps, self.versions = state["round"], state["steps"], dict(state["versions"])
-
-    def _keep_version(self) -> None:
-        self.versions[self.round] = self.steps, copy.deepcopy(self.learner.variables())
-        self.versions.pop(self.round - self._lag - 1, None)
+        self.newest, self.pinned = self.versions[self.round], set(self.versions) - {self.round}
 
 
 class EvaluationDue(NamedTuple):
@@ -303,18 +457,22 @@ class Evaluations:
         """The returns of the episodes of every evaluation."""
         return [returns for _, (_, returns) in sorted(self._returns.items())]
 
-    def add_round(self, number: int, counts: Mapping[str, int], is_last: bool) -> None:
-        """Take the counts after a round, which may make an evaluation due."""
-        if number <= self.round:
-            return
+    def add_round(self, number: int, counts: Mapping[str, int], is_last: bool) -> bool:
+        """Take the counts after a round; return whether they make an evaluation due."""
         before, self.counts, self.round = self.counts["env_steps"], dict(counts), number
-        if is_last or counts["env_steps"] // self._every > before // self._every:
+        is_due = is_last or counts["env_steps"] // self._every > before // self._every
+        if is_due:
             self.request()
+        return is_due
 
     def request(self) -> None:
         """Make an evaluation due after the newest round, unless there is one."""
         if self.round not in self._returns:
             self._due[self.round] = EvaluationDue(self.round, self.counts)
+
+    def all_due(self) -> list[int]:
+        """Return the rounds of the evaluations that were not done."""
+        return sorted(self._due)
 
     def next_due(self) -> EvaluationDue | None:
         """Return the oldest evaluation that was not done."""

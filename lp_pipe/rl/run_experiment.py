@@ -13,8 +13,10 @@ import numpy as np
 from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.errors import CheckpointError, NodeError
 from lp_pipe.rl.environment_loop import EnvironmentFailed, EnvironmentLoop, environment_seed, fitted, seed_sequence
-from lp_pipe.rl.experiment import ExperimentConfig, Network, Policy, Result, Spec
-from lp_pipe.rl.rounds import Evaluations, RoundsLearner, RoundsOptions, RoundsTable, act_round, fingerprint_of
+from lp_pipe.rl.experiment import ExperimentConfig, Network, Policy, Result, Rounds, Spec
+from lp_pipe.rl.replay.rate_limiter import SampleToInsertRatio
+from lp_pipe.rl.replay.table import Table
+from lp_pipe.rl.rounds import Evaluations, ExperimentOptions, RoundsLearner, act_round, fingerprint_of, make_table
 from lp_pipe.rl.tree import row, stacked
 
 
@@ -43,7 +45,7 @@ class _Experiment:
         parts = ExperimentParts(experiment, num_actors, environments[0])
         self._spec = spec = parts.spec
         self._acting, self._evaluated = copy.deepcopy(parts.network), copy.deepcopy(parts.network)
-        self._table, self._learner = RoundsTable(parts.options), parts.learner
+        self._table, self._learner = make_table(parts.options), parts.learner
         self._evaluations = Evaluations(experiment.evaluation.every, experiment.evaluation.stop_at)
         self._actors = [make_loop(experiment, spec, self._acting, *actor) for actor in enumerate(environments)]
         self._evaluator = Evaluator(experiment, spec, self._evaluated)
@@ -59,15 +61,15 @@ class _Experiment:
 
     def run(self) -> Result:
         try:
-            number = self._learner.round
-            lag = self._config.order.lag
-            while not self._is_over(number + 1) and not self._evaluations.is_good_enough(number - lag):
-                number += 1
-                self._run_round(number)
+            lag = self._config.order.lag if isinstance(self._config.order, Rounds) else 0
+            while not self._table.is_over and not self._evaluations.is_good_enough(self._learner.round - lag):
+                self._act()
+                while self._table.is_ready(self._learner.round + 1) and not self._table.is_over:
+                    self._learn(self._learner.round + 1)
             self._evaluations.request()
             self._evaluate()
             if self._checkpoints is not None:
-                self._checkpoints.save(number)
+                self._checkpoints.save(self._learner.round)
             states = {name: part.state_dict() for name, part in self._parts().items()}
             return result_of(self._config, self._spec, states, self._evaluated)
         finally:
@@ -76,14 +78,19 @@ class _Experiment:
             if self._checkpoints is not None:
                 self._checkpoints.wait_until_written()
 
-    def _run_round(self, number: int) -> None:
-        learner_steps, weights = self._learner.version_for(number)
-        self._acting.load_state_dict(weights)
+    def _act(self) -> None:
+        """Let the actors take turns, each in its next round."""
         for index, actor in enumerate(self._actors):
+            number = self._table.record_of(index).number + 1
             start = self._table.start_of(index, number)
-            assert start is not None, "the actors before this one have delivered"
+            if start is None or start.is_over or not self._table.may_go_on(index):
+                continue
+            learner_steps, weights = self._learner.version_for(number)
+            self._acting.load_state_dict(weights)
             with as_node_error("actor", index):
                 self._table.deliver(index, number, act_round(actor, start, learner_steps))
+
+    def _learn(self, number: int) -> None:
         before = self._learner.steps
         given = self._table.learn_from(number)
         self._table.finish(number, self._learner.learn(given.samples))
@@ -93,11 +100,6 @@ class _Experiment:
         every = self._config.checkpoint_every
         if self._checkpoints is not None and self._learner.steps // every > before // every:
             self._checkpoints.save(number, wait=False)
-
-    def _is_over(self, number: int) -> bool:
-        start = self._table.start_of(0, number)
-        assert start is not None, "all actors have delivered the round before"
-        return start.is_over
 
     def _evaluate(self) -> None:
         """Do the evaluation that is due after the newest round, if there is one."""
@@ -122,13 +124,26 @@ class ExperimentParts:
         self.spec = spec = spec_of(experiment, environments)
         size = environments.num_envs if is_vector else len(environments)
         order, builder = experiment.order, experiment.builder
-        if order.steps < size:
+        if isinstance(order, Rounds) and order.steps < size:
             raise ValueError(f"Rounds: steps={order.steps} is less than one step of an actor's {size} environments")
         self.network = make_network(experiment, spec)
-        self.learner = RoundsLearner(builder, self.network, spec, experiment.seed, order.lag)
         table, batch_size, steps = builder.make_replay_table(spec), builder.batch_size, experiment.max_num_actor_steps
-        self.options = RoundsOptions(
-            table, batch_size, experiment.seed, order.steps, order.lag, steps, num_actors, is_vector
+        check_band(table, batch_size)
+        self.learner = RoundsLearner(builder, self.network, spec, experiment.seed, order)
+        self.options = ExperimentOptions(table, batch_size, experiment.seed, order, steps, num_actors, size, is_vector)
+
+
+def check_band(table: Table, batch_size: int) -> None:
+    """Refuse a rate limiter under which actors and learner would wait for each other.
+
+    Raises:
+        ValueError: its error_buffer is below a batch.
+    """
+    limiter = table.rate_limiter
+    if isinstance(limiter, SampleToInsertRatio) and (found := (limiter.max_diff - limiter.min_diff) / 2) < batch_size:
+        raise ValueError(
+            f"SampleToInsertRatio: error_buffer={found:g} is too narrow for batches of {batch_size}: it must be at "
+            f"least {max(float(batch_size), limiter.samples_per_insert):g}"
         )
 
 

@@ -35,3 +35,21 @@ def test_threads_have_the_result_of_one_process(actors: int, lag: int, no_leaks:
 def test_processes_have_the_result_of_one_process(no_leaks: None, tmp_path: Path) -> None:
     experiment = config(envs_per_actor=3)
     assert_same(run_distributed(experiment, 2, "process", tmp_path), rl.run_experiment(experiment, 2))
+
+
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_free_order_takes_exactly_its_steps_and_keeps_the_ratio(mode: str, no_leaks: None, tmp_path: Path) -> None:
+    experiment = config(order=rl.Free(), max_num_actor_steps=1003, envs_per_actor=3)
+    counts = run_distributed(experiment, 4, mode, tmp_path).counts
+    assert counts["env_steps"] == counts["inserts"] == 1003
+    assert abs(counts["samples"] - 1.5 * (1003 - 10)) <= 4 == counts["samples"] / counts["learner_steps"]
+
+
+@pytest.mark.parametrize("order", [rl.Rounds(steps=8, lag=2), rl.Free()])
+def test_an_experiment_ends_at_the_score(order: rl.Rounds | rl.Free, no_leaks: None, tmp_path: Path) -> None:
+    evaluation = rl.Evaluation(every=16, episodes=2, stop_at=3.0)
+    experiment = config(evaluation=evaluation, order=order, max_num_actor_steps=10_000_000)
+    found = run_distributed(experiment, 2, "thread", tmp_path)
+    assert found.score == 3.0 == found.curve[-1][1]
+    if isinstance(order, rl.Rounds):
+        assert_same(found, rl.run_experiment(experiment, 2))

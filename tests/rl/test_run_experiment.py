@@ -179,3 +179,17 @@ def test_an_environment_that_is_not_a_function_of_its_seed_is_found_when_it_is_p
         rl.run_experiment(config(**options), run_dir=tmp_path)
     cause = caught.value.__cause__
     assert isinstance(cause, rl.EnvironmentFailed) and (cause.actor, cause.environment) == ("actor/0", 0)
+
+
+@pytest.mark.parametrize("table", ["ratio", "queue"])
+@pytest.mark.parametrize("vector", [False, True])
+def test_free_order_takes_exactly_its_steps_and_keeps_the_ratio(table: str, vector: bool) -> None:
+    def make(seed: int) -> Any:
+        return gym.vector.SyncVectorEnv([Bandit] * 3) if vector else Bandit()
+
+    builder = BanditBuilder(None if table == "ratio" else rl.Table.queue(16))
+    options = {"order": rl.Free(), "max_num_actor_steps": 1003, "environment_factory": make, "envs_per_actor": 3}
+    counts = rl.run_experiment(config(builder, **options), num_actors=4).counts
+    assert counts["env_steps"] == counts["inserts"] == (1002 if vector else 1003)
+    wanted = 1.5 * (counts["inserts"] - 10) if table == "ratio" else counts["inserts"]
+    assert abs(counts["samples"] - wanted) <= 4 == counts["samples"] / counts["learner_steps"]
