@@ -29,6 +29,7 @@ from lp_pipe.search.store import ExperimentFolder, Reading
 from lp_pipe.telemetry.run_folder import RunFolder
 
 _PATIENCE_S = 5.0
+_MLFLOW_BATCH = 1000  # metrics in one request at most
 EPILOG = """\
 examples:
   lp_pipe experiment create examples/search_digits.py    launch it; the same as lp_pipe launch
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from-checkpoint", action="store_true", help="fork: go on from the trial's newest checkpoint")
     parser.add_argument("--csv", nargs="?", const="-", metavar="FILE", help="export: rows as CSV (default: stdout)")
     parser.add_argument("--tensorboard", metavar="DIR", type=Path, help="export: event files, a folder per trial")
+    parser.add_argument("--mlflow", metavar="URI", help="export: to a tracking server or folder, a run per trial")
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
@@ -253,7 +255,9 @@ def _export(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
     found, _ = _find(arguments.id)
     if arguments.tensorboard is not None:
         _to_tensorboard(found, arguments.tensorboard)
-    if arguments.csv is not None or arguments.tensorboard is None:
+    if arguments.mlflow is not None:
+        _to_mlflow(found, arguments.mlflow)
+    if arguments.csv is not None or (arguments.tensorboard is None and arguments.mlflow is None):
         _to_csv(found, arguments.csv or "-")
     return DONE
 
@@ -286,6 +290,31 @@ def _to_tensorboard(found: Experiment, folder: Path) -> None:
             params = {name: value if _is_plain(value) else repr(value) for name, value in flat(one.params).items()}
             writer.add_hparams(params, {f"last/{name}": value for name, value in last.items()}, run_name=".")
     print(f"wrote {folder}: tensorboard --logdir {folder}", file=sys.stderr)
+
+
+def _to_mlflow(found: Experiment, uri: str) -> None:
+    try:
+        from mlflow.entities import Metric, Param
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+    except ImportError as error:
+        raise UsageError(f"--mlflow needs MLflow: pip install mlflow-skinny ({error})") from error
+    try:
+        client = MlflowClient(tracking_uri=uri)
+    except MlflowException as error:
+        raise UsageError(f"--mlflow {uri}: {error}") from error
+    known = client.get_experiment_by_name(found.folder.name)
+    experiment = known.experiment_id if known else client.create_experiment(found.folder.name)
+    rows = found.rows()
+    for one in found.trials():
+        run = client.create_run(experiment, run_name=f"trial-{one.id}").info.run_id
+        params = [Param(name, str(value)) for name, value in flat(one.params).items()]
+        metrics = [Metric(row.name, row.value, int(row.time * 1e3), row.step) for row in rows if row.trial == one.id]
+        client.log_batch(run, params=params)
+        for first in range(0, len(metrics), _MLFLOW_BATCH):
+            client.log_batch(run, metrics=metrics[first : first + _MLFLOW_BATCH])
+        client.set_terminated(run, "FAILED" if one.state in ("failed", "invalid") else "FINISHED")
+    print(f"wrote {len(found.trials())} runs to {uri}", file=sys.stderr)
 
 
 def _find(text: str) -> tuple[Experiment, int | None]:

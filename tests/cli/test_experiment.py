@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import lp_pipe as lp
 import lp_pipe.search as ls
 from lp_pipe.cli.main import main
 from lp_pipe.process_tree import start_time
@@ -115,3 +116,22 @@ def test_an_unknown_experiment_is_answered_with_the_nearest(target: str, capsys:
     assert "xs" in capsys.readouterr().err
     assert main(["experiment", "show", "xs/9"]) == 2
     assert main(["experiment", "kill", "xs"]) == 2
+
+
+def test_rows_are_exported_to_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracking = pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    program = ls.experiment(
+        "tracked", report_twice, space={"x": 0.5}, searcher=ls.Single(2, "loss"), folder=tmp_path / "tracked"
+    )
+    lp.launch(program, "thread").wait(30.0)
+    assert main(["experiment", "export", str(tmp_path / "tracked"), f"--mlflow={tmp_path / 'runs'}"]) == 0
+    client = tracking.MlflowClient(tracking_uri=str(tmp_path / "runs"))
+    (run,) = client.search_runs([client.get_experiment_by_name("tracked").experiment_id])
+    assert run.data.params == {"x": "0.5"}
+    assert [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "loss")] == [(1, 0.5), (2, 1.0)]
+
+
+def report_twice(t: ls.Trial) -> None:
+    for step in t.steps():
+        t.report({"loss": t.params["x"] * step})

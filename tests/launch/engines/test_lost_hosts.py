@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+import lp_pipe.search as ls
 from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.launch.engines import SshEngine
 from tests.launch.engines import namespaces
@@ -98,6 +99,59 @@ def test_a_training_goes_on_without_a_lost_host_to_the_same_bits_and_nothing_run
     run.wait(60)
     print(f"{how}: the training has ended after {time.monotonic() - lost:.1f} s")
     assert (folder / "fingerprint").read_text() == expected
+
+
+class Epochs:
+    """The state of a trial."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> int:
+        return self.count
+
+    def load_state_dict(self, count: int) -> None:
+        self.count = count
+
+
+def search(folder: Path) -> lp.Program:
+    def trial(t: ls.Trial) -> None:
+        epochs = Epochs()
+        t.restore(epochs)
+        for step in t.steps():
+            if step == 3 and t.attempt == 1:
+                (folder / f"trial {t.id} at {socket.gethostname()}").touch()
+                until((folder / "go on").exists)
+            epochs.count += 1
+            t.report({"loss": t.params["x"] / step, "epochs": epochs.count}, checkpoint=epochs)
+
+    searcher = ls.Random("loss", max_trials=4, max_steps=6)
+    resources = lp.Resources(placement="spread")
+    options: dict[str, Any] = {"slots": 2, "resources": resources, "folder": folder / "experiment"}
+    return ls.experiment("searched", trial, space={"x": ls.uniform(0.0, 1.0)}, searcher=searcher, **options)
+
+
+def test_a_search_loses_and_repeats_no_row_of_a_trial_whose_host_is_cut_off_and_comes_back(
+    hosts: namespaces.Hosts, shared: Path
+) -> None:
+    engine = SshEngine(",".join(hosts.names), ssh_config=hosts.ssh_config, python=hosts.python)
+    run = lp.launch(search(shared), "multi_host", engine=engine, run_dir=shared / "run")
+    until(lambda: len(list(shared.glob("trial *"))) == 2)
+    doomed = next(
+        name for name in hosts.names if name not in (run._host.where("searcher/0"), run._host.where("slots/0"))
+    )
+    assert run._host.where("slots/1") == doomed
+    hosts.cut(doomed)
+    (shared / "go on").touch()
+    until(lambda: any(one.attempts == 2 for one in ls.open(shared / "experiment").trials()), within_s=60)
+    assert not hosts.pids(doomed)  # the old attempt had ended before the new one began
+    hosts.mend(doomed)
+    run.wait(60)
+    rows = ls.open(shared / "experiment").rows()
+    assert sorted((row.trial, row.step) for row in rows if row.name == "epochs") == [
+        (trial, step) for trial in range(4) for step in range(1, 7)
+    ]
+    assert all(row.value == row.step for row in rows if row.name == "epochs")
 
 
 def test_an_elastic_run_goes_on_without_a_host_that_is_cut_off_and_takes_it_back(
