@@ -14,7 +14,7 @@ from lp_pipe.collectives.group import Group
 from lp_pipe.context import context
 from lp_pipe.data_parallel.batch_norm import worker_of_node
 from lp_pipe.data_parallel.replica import Replica
-from lp_pipe.data_parallel.servers import GradientServer, Servers, WorkersLinks
+from lp_pipe.data_parallel.servers import AsyncServer, GradientServer, Servers, WorkersLinks, finish_servers
 from lp_pipe.data_parallel.step_times import SlowReplica
 from lp_pipe.data_parallel.workers import ReplicaOptions, ReplicaWorkers, TrainingHasEnded
 from lp_pipe.errors import DataParallelError, NotSupported, Unavailable
@@ -59,12 +59,14 @@ def add_replicas(
     on_failure: what the death of a worker means. "stop": the program ends. "restart": the others wait for its
         successor, which gets their state. "shrink": the others go on without it, with its replicas.
     max_restarts: of each worker, with "restart".
-    mirror_every, mode: of what is not there yet (zero, mode="async").
+    mode: "async": each worker's gradient is applied once, as it comes, by the servers, which hold the parameters. The
+        result then depends on timing.
+    mirror_every: of what is not there yet (zero where workers may change).
     group, resources: label and Resources of the workers' nodes.
 
     Raises:
         DataParallelError: an option is wrong.
-        NotSupported: mode="async".
+        NotSupported: mode="async" where workers may change, or with compression.
         TypeError: `train` does not take the arguments.
     """
     refuse_too_old(torch.__version__)
@@ -80,15 +82,17 @@ def add_replicas(
         raise DataParallelError(f"seed must be a whole number, got {seed!r}")
     least, most = _worker_counts(workers, replicas, on_failure)
     servers = backend if isinstance(backend, Servers) else None
-    options = ReplicaOptions(
-        group, replicas, least, most, "auto" if isinstance(backend, Servers) else backend, seed, on_failure
-    )
+    between_workers = "auto" if isinstance(backend, Servers) else backend
+    options = ReplicaOptions(group, replicas, least, most, between_workers, seed, on_failure, mode)
+    if options.is_async and options.may_change:
+        raise NotSupported("mode='async' where workers may change is not there yet: use on_failure='stop'")
     handles: list[CourierHandle] = []
     if servers is not None and servers.count:
         restarts = "stop" if on_failure == "stop" else "restart"
         server_group = program.group(f"{group}-servers", servers.resources, restarts, max_restarts)
         with server_group:
-            handles = [program.add_node(CourierNode(GradientServer)) for _ in range(servers.count)]
+            kind = AsyncServer if options.is_async else GradientServer
+            handles = [program.add_node(CourierNode(kind)) for _ in range(servers.count)]
     nodes = [CourierNode(ReplicaWorker, options, (servers, handles), train, *args, **kwargs) for _ in range(most)]
     with program.group(
         group,
@@ -113,12 +117,13 @@ class ReplicaWorker:
         **kwargs: Any,
     ) -> None:
         asked, clients = servers
-        self._links = None if asked is None else WorkersLinks(asked, clients, context(), options.least)
+        sums = asked is not None and not options.is_async
+        links = WorkersLinks(asked, clients, context(), options.least) if asked is not None and sums else None
 
         def meet(generation: int) -> Group:
-            return Group.meet(options.group, generation, options.backend, self._links)
+            return Group.meet(options.group, generation, options.backend, links)
 
-        self._workers = ReplicaWorkers(options, context(), meet)
+        self._workers = ReplicaWorkers(options, context(), meet, clients)
         self._replica = Replica(self._workers)
         self._train = train
         self._args, self._kwargs = args, kwargs
@@ -133,8 +138,7 @@ class ReplicaWorker:
             self._args, self._kwargs = (), {}
             user_code.call(self._train, self._replica, *args, **kwargs)
             steps.leave()
-            if self._links is not None:
-                self._links.finish()
+            finish_servers(self._workers.servers)
         except TrainingHasEnded as error:
             _log.info("%s ends, because training has ended: %s", self._workers.node.name, error)
         finally:
@@ -239,8 +243,10 @@ def _check_mode(mode: str, backend: Any) -> None:
         raise DataParallelError(f"mode must be 'sync' or 'async', got {mode!r}")
     if isinstance(backend, Servers):
         _check_servers(backend)
-        if mode == "async":
-            raise NotSupported("mode='async' is not there yet: use mode='sync'")
+        if mode == "async" and not backend.count:
+            raise DataParallelError("mode='async' needs servers that hold the parameters: dp.Servers(count) from 1 on")
+        if mode == "async" and backend.compression is not None:
+            raise NotSupported("dp.Servers(compression=…) with mode='async' is not there yet: use mode='sync'")
         return
     if mode == "async":
         raise DataParallelError("mode='async' needs servers: backend=dp.Servers(...)")

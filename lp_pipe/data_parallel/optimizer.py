@@ -260,6 +260,11 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         is_single = self._clip_grad_norm is None and not self.is_sharded and is_elementwise(self.inner)
         return is_asked_for and is_single and self.late.are_possible()
 
+    def clip(self) -> None:
+        """Scale the gradients down to the largest norm that was asked for."""
+        if self._clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_([parameter for _, parameter in self.named_parameters()], self._clip_grad_norm)
+
     def apply(self, *, keeps_undo: bool) -> None:
         """Clip the summed gradients and step the wrapped optimizer. keeps_undo: `undo` may be called later."""
         late, self._late_sums = self._late_sums, None

@@ -1,5 +1,6 @@
 """The servers of replicas: what `backend=dp.Servers(...)` asks for, their node, and the way to them."""
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from lp_pipe.collectives.compression import Compression
 from lp_pipe.collectives.push_pull import PushPull, PushPullOptions, server_shares
 from lp_pipe.collectives.sum_server import SumServer
 from lp_pipe.context import NodeContext, context, register_stop_handler, stop_event
+from lp_pipe.data_parallel.async_parameters import ParameterStore
 from lp_pipe.data_parallel.workers import TrainingHasEnded
 from lp_pipe.errors import Unavailable
 from lp_pipe.membership import Membership
@@ -45,29 +47,50 @@ class Servers:
         return PushPullOptions(self.partition_bytes, self.priority, self.compression)
 
 
-class GradientServer:
-    """The node of a server."""
+class WorkersServer:
+    """A node that serves until the workers have ended."""
 
     def __init__(self) -> None:
-        node = context()
-        self._server = SumServer(node.services.new_endpoint(), node.name)
+        super().__init__()
         self._done = threading.Event()
         self._why_done = "the program stops"
 
     def run(self) -> None:
-        """Serve until the workers have ended."""
         register_stop_handler(self._done.set)
         self._done.wait()
+
+    def finish(self) -> None:
+        """End this server, because `train` has returned on all workers."""
+        self._why_done = "the training has ended"
+        self._done.set()
+
+
+class GradientServer(WorkersServer):
+    """The node of a server that sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        node = context()
+        self._server = SumServer(node.services.new_endpoint(), node.name)
+
+    def run(self) -> None:
+        super().run()
         self._server.close(self._why_done)
 
     def endpoint(self) -> str:
         """Return where workers connect to push."""
         return self._server.endpoint
 
-    def finish(self) -> None:
-        """End this server, because `train` has returned on all workers."""
-        self._why_done = "the training has ended"
-        self._done.set()
+
+class AsyncServer(WorkersServer, ParameterStore):
+    """The node of a server with mode="async", which holds a shard of the parameters and their optimizer."""
+
+
+def finish_servers(clients: Sequence[CourierClient]) -> None:
+    """Tell the servers that `train` has returned on all workers."""
+    for client in cast(list[WorkersServer], list(clients)):
+        with contextlib.suppress(Unavailable):  # another worker has told it
+            client.finish()
 
 
 class WorkersLinks:
@@ -108,11 +131,3 @@ class WorkersLinks:
                 if number == _TRIES - 1:
                     raise TrainingHasEnded(f"{self._node.name} cannot reach the servers: {error}") from error
         raise AssertionError("the last try has returned or raised")
-
-    def finish(self) -> None:
-        """Tell the servers that `train` has returned on all workers."""
-        for client in self._clients:
-            try:
-                client.finish()
-            except Unavailable:  # another worker has told it
-                continue

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from lp_pipe.collectives.backend import GenerationOver
 from lp_pipe.collectives.group import Group
 from lp_pipe.context import stop_event
+from lp_pipe.data_parallel.async_parameters import AsyncParameters
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
 from lp_pipe.data_parallel.rejoining import Position, Rejoining, is_step_finished
 from lp_pipe.data_parallel.step_times import StepTimes
@@ -72,6 +73,7 @@ class ReplicaSteps:
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._answering = threading.Lock()
         self._answers_at_once = False
+        self._async: dict[ReplicaOptimizer, AsyncParameters] = {}  # with mode="async"
 
     # ---- the loop over steps ----
 
@@ -96,6 +98,7 @@ class ReplicaSteps:
                 self.times.log(self.state.step, count)
                 if save_every and self.state.step > before and self.state.step % save_every == 0:
                     self.state.save()
+            self._end_loop()
             self.state.wait_until_saved()
         finally:
             self._is_in_steps = False
@@ -196,23 +199,30 @@ class ReplicaSteps:
         may_finish = False
         if now.has_values:
             with self._over_noted():
+                is_only = len(self.state.optimizers) == 1
                 with self.times.summing():
-                    is_only = len(self.state.optimizers) == 1
-                optimizer.finish_sums(may_be_late=is_only and not self._options.may_change)
+                    optimizer.finish_sums(may_be_late=is_only and not self._options.may_change)
                 self._note_flags(now, optimizer)
                 if is_last:
                     with self.times.waiting():
-                        self.state.share_buffers(now.changed)
-                        may_finish = True
-                        self._agree()
+                        if self._options.is_async:
+                            self.state.buffers.keep_only(self.workers.replicas.start)
+                        else:
+                            self.state.share_buffers(now.changed)
+                            may_finish = True
+                            self._agree()
                     self.times.begin_next_step()
         if now.is_over and not now.has_met:
             self._meet_again(now, may_finish=may_finish)
         if now.phase is StepPhase.DROPPED:
             optimizer.clear_gradients()
             return False
-        with self.times.entering(step_rng(self._options.seed, _OPTIMIZER_PLACE, self.state.step, len(now.stepped))):
-            optimizer.apply(keeps_undo=self._options.may_change and not is_last)
+        if self._options.is_async:
+            self._apply_on_servers(optimizer)
+        else:
+            place = _OPTIMIZER_PLACE, self.state.step, len(now.stepped)
+            with self.times.entering(step_rng(self._options.seed, *place)):
+                optimizer.apply(keeps_undo=self._options.may_change and not is_last)
         with self.times.waiting():
             optimizer.exchange_updates()  # not before: workers in other threads wait for the random numbers
         now.stepped.append(optimizer)
@@ -221,6 +231,28 @@ class ReplicaSteps:
             if not self._is_in_steps:
                 self._close()
         return True
+
+    def _apply_on_servers(self, optimizer: ReplicaOptimizer) -> None:
+        optimizer.clip()
+        with self.times.waiting():
+            self._on_servers(optimizer).apply_gradients(self.state.step)
+        optimizer.clear_gradients()
+
+    def _on_servers(self, optimizer: ReplicaOptimizer) -> AsyncParameters:
+        """Return an optimizer's parameters on the servers, which begin with this worker's if it is the first."""
+        found = self._async.get(optimizer)
+        if found is None:
+            number = self.state.optimizers.index(optimizer)
+            found = AsyncParameters(optimizer.inner, number, self.workers)
+            self._async[optimizer] = found
+        return found
+
+    def _end_loop(self) -> None:
+        """Give all workers the final parameters, with mode="async"."""
+        if self._options.is_async:
+            self.workers.backend.barrier()
+            for optimizer in self.state.optimizers:
+                self._on_servers(optimizer).take_newest()
 
     def _open(self) -> _CurrentStep:
         if self._now is None:
@@ -239,7 +271,8 @@ class ReplicaSteps:
             return
         if now.phase is StepPhase.OPEN and now.has_values:
             with self._over_noted():
-                self._agree()
+                if not self._options.is_async:
+                    self._agree()
                 now.phase = StepPhase.COMMITTED
         if now.is_over and not now.has_met and self._meet_again(now, may_finish=False):
             now.phase = StepPhase.COMMITTED

@@ -4,7 +4,7 @@ import hashlib
 import hmac
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from lp_pipe.context import NodeContext
 from lp_pipe.data_parallel.buckets import Exchange
 from lp_pipe.errors import DataParallelError, NotSupported, Unauthenticated
 from lp_pipe.membership import Membership
+from lp_pipe.rpc import CourierClient
 
 _BYTES = Call("replica's message")
 _DIGEST_BYTES = 32
@@ -37,6 +38,12 @@ class ReplicaOptions:
     backend: str = "auto"
     seed: int = 0
     on_failure: str = "stop"
+    mode: str = "sync"
+
+    @property
+    def is_async(self) -> bool:
+        """Whether each gradient is applied as it comes."""
+        return self.mode == "async"
 
     @property
     def may_change(self) -> bool:
@@ -59,10 +66,18 @@ class ReplicaWorkers:
     """The workers of a group. Used by one thread.
 
     meet: returns the group of the next generation, which has at least this number.
+    servers: of the group; with mode="async" they hold the parameters.
     """
 
-    def __init__(self, options: ReplicaOptions, node: NodeContext, meet: Callable[[int], Group]) -> None:
+    def __init__(
+        self,
+        options: ReplicaOptions,
+        node: NodeContext,
+        meet: Callable[[int], Group],
+        servers: Sequence[CourierClient] = (),
+    ) -> None:
         self.options = options
+        self.servers = servers
         self.node = node
         self._meet = meet
         self._group: Group | None = None
@@ -101,6 +116,8 @@ class ReplicaWorkers:
     def exchange(self) -> Exchange:
         """How the replicas' parts are summed in this generation."""
         world = self.membership.world_size
+        if self.options.is_async:
+            return Exchange(None, [len(self.replicas)], 0)
         counts = [len(hosted_replicas(rank, world, self.options.replicas)) for rank in range(world)]
         backend = self.backend if world > 1 else None
         return Exchange(backend, counts, self.membership.rank, self.group.push_pull)
