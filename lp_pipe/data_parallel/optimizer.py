@@ -17,7 +17,7 @@ from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
 from lp_pipe.training.optimizer_state import OfParameter
 from lp_pipe.training.state_shards import OwnShardState, StateShards, is_dense, is_elementwise, joined
-from lp_pipe.training.tensor_parts import Box, TensorPart, as_part, boxes_of_range, memory_order, part_of_range
+from lp_pipe.training.tensor_parts import Box, TensorPart, as_part, boxes_of_range, memory_order
 
 if TYPE_CHECKING:  # torch's FSDP2 takes a second to import
     from lp_pipe.data_parallel.sharded_model import ShardedModel
@@ -114,15 +114,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.late.finish()
         if self._shards is None:
             return {parameter: dict(values) for parameter, values in self.inner.state.items()}
-        return {
-            parameter: {
-                name: part_of_range(value, parameter.shape, state.begin, memory_order(parameter))
-                if state.is_of_elements(name)
-                else value
-                for name, value in state.values.items()
-            }
-            for parameter, state in self._shards.states().items()
-        }
+        return {parameter: state.parts(parameter) for parameter, state in self._shards.states().items()}
 
     def own_boxes(self, parameter: nn.Parameter) -> tuple[Box, ...] | None:
         """Return the boxes of the parameter whose state this worker has; None: all of it."""

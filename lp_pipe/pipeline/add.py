@@ -8,7 +8,7 @@ import torch
 
 from lp_pipe.address import Address
 from lp_pipe.channels import kinds
-from lp_pipe.errors import PipelineError
+from lp_pipe.errors import NotSupported, PipelineError
 from lp_pipe.handles import CourierHandle, Handle
 from lp_pipe.nodes import CourierNode
 from lp_pipe.pipeline.client import PipelineHandle
@@ -59,6 +59,8 @@ def add_pipeline(
     on_failure: str = "stop",
     max_restarts: int = 3,
     on_hang: str = "report",
+    zero: int = 0,
+    offload: str | None = None,
 ) -> PipelineHandle:
     """Cut `model` into stages, add a node for each stage worker, and return the handle of the pipeline.
 
@@ -88,6 +90,11 @@ def add_pipeline(
     inputs: handle of a feeder, a CourierNode with `batch(step) -> (input, target) | None`, a pure function of the step.
     clip_grad_norm: the largest norm of all gradients, over all stages, as in torch's clip_grad_norm_; None: any.
     group, resources: label and Resources of the group of stage workers.
+    zero: what the replicas of a worker divide among themselves, with the same results. 1: the optimizer's state. 2: the
+        gradients, too. 3: the parameters, too; layers are gathered where they are used. 2 and 3 need stages=1. The
+        optimizer must treat elements independently, as SGD, Adam, AdamW and RMSprop do, or say so by a class attribute
+        `elementwise = True`.
+    offload: "cpu": keep the optimizer's state in the host's memory, where stages compute on GPUs. Not there yet.
     on_failure, max_restarts, on_hang: as those of `Program.group`. "restart" starts a dead worker again, in its place;
         the node that trains then restores all workers from a checkpoint (`Checkpoints.steps`, or `.recovering`).
 
@@ -102,7 +109,7 @@ def add_pipeline(
     replicas = as_int(replicas)
     replicas = tuple(map(as_int, replicas)) if isinstance(replicas, Iterable) else replicas
     clip_grad_norm = as_float(clip_grad_norm)
-    _check(program, model, stages, channel, microbatches, precision, clip_grad_norm, inputs)
+    _check(program, model, stages, channel, microbatches, precision, clip_grad_norm, inputs, zero)
     if checks not in CHECKS:
         raise PipelineError(f"checks={checks!r}: must be 'first_step' or 'always'")
     check_recompute("none" if recompute is None else recompute)
@@ -145,11 +152,13 @@ def add_pipeline(
         batch_dims=check_dims(model.batch_dims),
         has_batch_dims=model.batch_dims is not None,
         callbacks=model.callbacks,
+        zero=zero if max(layout.replicas) > 1 else 0,  # a single replica has nothing to divide
         registered=None if layout.name is None else registered(layout.name),
     )
     check_on_nan(on_nan, is_asynchronous=config.is_asynchronous)
     if config.is_asynchronous:
         _check_asynchronous(config)
+    _check_zero(config, offload)
     with program.group(group, resources=resources, on_failure=on_failure, max_restarts=max_restarts, on_hang=on_hang):
         parts = workers(config, sources, layout.cuts, _owners(model, tied))
         conductor = add_nodes(program, config, parts, inputs, group, layout.plan)
@@ -166,6 +175,7 @@ def _check(
     precision: str,
     clip_grad_norm: Any,
     inputs: Any,
+    zero: Any,
 ) -> None:
     """Refuse options that are wrong whatever the model is.
 
@@ -187,6 +197,10 @@ def _check(
     if clip_grad_norm is not None and not (isinstance(clip_grad_norm, float) and clip_grad_norm > 0):
         raise PipelineError(f"clip_grad_norm={clip_grad_norm!r}: give a number above 0, or None")
     check_precision(precision)
+    if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
+        raise PipelineError(f"zero={zero!r}: give 0, 1, 2 or 3")
+    if zero >= 2:
+        raise NotSupported(f"zero={zero} of a pipeline is not there yet: use zero=1")
 
 
 def _check_asynchronous(config: PipelineConfig) -> None:
@@ -209,6 +223,26 @@ def _check_asynchronous(config: PipelineConfig) -> None:
                 f"{what} with an asynchronous schedule, whose stages update at different times: {why}; or use a "
                 "synchronous schedule, such as '1f1b'"
             )
+
+
+def _check_zero(config: PipelineConfig, offload: Any) -> None:
+    """Refuse what replicas that divide their state cannot do.
+
+    Raises:
+        NotSupported: the error names the option.
+    """
+    if offload is not None:
+        if offload != "cpu":
+            raise PipelineError(f"offload={offload!r}: give 'cpu', or None")
+        raise NotSupported(
+            "offload='cpu' keeps the optimizer's state of stages on GPUs in the host's memory, which is not there yet; "
+            "stages on the CPU have it there anyway"
+        )
+    if config.zero and config.is_asynchronous:
+        raise NotSupported(
+            f"zero={config.zero} with an asynchronous schedule, whose stages update after every micro-batch: use "
+            "zero=0, or a synchronous schedule, such as '1f1b'"
+        )
 
 
 def _owners(model: Model, tied: Sequence[Names]) -> set[int]:

@@ -95,6 +95,7 @@ class PipelineConfig:
     batch_dims: tuple[Any, Any, int]  # of input, target and output, see batch_dims.marked
     has_batch_dims: bool  # whether the model sets batch_dims
     callbacks: Mapping[int, Callable[[dict[str, Any]], Any]]  # by the step before which it is called
+    zero: int  # what the replicas of a worker divide among themselves, see worker.parameter_shards
     registered: Registered | None  # of a schedule that only the launching process may have registered
 
     @property
@@ -115,6 +116,11 @@ class PipelineConfig:
     @property
     def ranks(self) -> Ranks:
         return Ranks(self.replicas)
+
+    @property
+    def holders(self) -> list[int]:
+        """The ranks that together have all of the state: one replica of each worker, or all where these divide it."""
+        return list(range(self.ranks.world_size)) if self.zero else self.ranks.firsts
 
     @property
     def shares_weights(self) -> bool:

@@ -249,6 +249,7 @@ class Apply(Command[None]):
     """Clip by the norm of all stages' gradients, step the optimizer and its scheduler, clear the gradients.
 
     skip: leave the parameters as they are; only the scheduler goes on.
+    tag: of the operation, where replicas exchange what they have updated.
 
     Raises:
         Exception: the optimizer's or scheduler's own; other workers may have done the step.
@@ -257,6 +258,7 @@ class Apply(Command[None]):
     step: int
     total_norm: Tensor | None
     skip: bool
+    tag: int = 0
 
 
 @dataclass(frozen=True)

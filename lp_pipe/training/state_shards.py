@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lp_pipe.errors import NotSupported
 from lp_pipe.training.optimizer_state import overrides_state_dict
+from lp_pipe.training.tensor_parts import TensorPart, memory_order, part_of_range
 
 _ELEMENTWISE = frozenset(
     {
@@ -100,6 +101,14 @@ class OwnShardState:
         value = self.values[name]
         is_whole = name == _OF_WHOLE_PARAMETER
         return isinstance(value, Tensor) and not is_whole and tuple(value.shape) == (self.end - self.begin,)
+
+    def parts(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the values, those of elements as parts of a tensor in the parameter's shape."""
+        order = memory_order(parameter)
+        return {
+            name: part_of_range(value, parameter.shape, self.begin, order) if self.is_of_elements(name) else value
+            for name, value in self.values.items()
+        }
 
 
 def joined(parameter: Tensor, parts: Sequence[OwnShardState]) -> dict[str, Any]:
@@ -199,6 +208,8 @@ class StateShards:
 
 def _cut(parameter: nn.Parameter, shard: OwnShard, name: str, value: Any) -> Any:
     """Return the shard's part of a value of the parameter's state."""
+    if isinstance(value, TensorPart):  # of this very shard
+        return value.flat(memory_order(parameter))
     if not isinstance(value, Tensor) or name == _OF_WHOLE_PARAMETER or value.shape != parameter.shape:
         return copy.deepcopy(value)
     if value.stride() != parameter.stride():

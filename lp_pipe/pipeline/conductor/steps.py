@@ -185,7 +185,10 @@ class Steps(ABC):
         """
         failure = None
         try:
-            self._workers.all(Apply(self.done, total_norm, skip))
+            if self._config.zero:  # replicas wait for each other's updates
+                self._workers.run(lambda tag, rank: Apply(self.done, total_norm, skip, tag))
+            else:
+                self._workers.all(Apply(self.done, total_norm, skip))
         except BaseException as error:  # an optimizer may end in SystemExit, too
             updates = self._update_progress()
             found = set(updates.values()) - {UpdateProgress.NOTHING_TO_DO}

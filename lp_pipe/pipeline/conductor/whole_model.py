@@ -58,6 +58,7 @@ class WholeModel:
         self._config = config
         self._workers = workers
         self._ranks = config.ranks.firsts
+        self._holders = config.holders  # of what a checkpoint has
         self._unwritten: dict[str, float] = {}  # copies, with their time, that are not being written yet
         # Two saves into one folder: the one that ends first would delete the other's files as those of an older
         # checkpoint. Workers that read meanwhile might each read another checkpoint.
@@ -115,7 +116,7 @@ class WholeModel:
         """
         for version, copied_at in list(self._unwritten.items()):
             if time.monotonic() - copied_at > _COPY_PATIENCE_S and self._unwritten.pop(version, None) is not None:
-                self._workers.some(self._ranks, ForgetShare(version))
+                self._workers.some(self._holders, ForgetShare(version))
         copied = self._held(manifest, copy=True)
         self._unwritten[copied.version] = time.monotonic()
         return copied
@@ -135,7 +136,7 @@ class WholeModel:
         # New names: the checkpoint that was there before stays complete until the new metadata replaces the old one.
         version = f"step-{manifest.step}-{secrets.token_hex(4)}"
         with self._or_forget(version):
-            self._workers.some(self._ranks, HoldShare(version, copy))
+            self._workers.some(self._holders, HoldShare(version, copy))
         return Copy(version, manifest)
 
     def _write(self, path: Path, copy: "Copy") -> list[str]:
@@ -143,10 +144,10 @@ class WholeModel:
 
         _make_folder(path)
         tied = [[("model", name) for name in names] for names in self._config.names.tied]
-        whole = WholePlan(self._workers.some(self._ranks, PlanShare(copy.version, copy.manifest)), tied)
+        whole = WholePlan(self._workers.some(self._holders, PlanShare(copy.version, copy.manifest)), tied)
         commands = [WriteShare(str(path), copy.version, left_out) for left_out in whole.left_out]
         try:
-            written = self._workers.each(self._ranks, commands)
+            written = self._workers.each(self._holders, commands)
             for share in written:
                 if share.places:
                     check_is_here(path / share.file, share.writer)
@@ -160,7 +161,7 @@ class WholeModel:
         """Remove the files of a checkpoint that has failed."""
         remove_shares(path, version)
         with contextlib.suppress(Exception):  # a worker that has died is the cause, or comes after it
-            self._workers.some(self._ranks, RemoveShare(str(path), version))
+            self._workers.some(self._holders, RemoveShare(str(path), version))
 
     @contextmanager
     def _or_forget(self, version: str) -> Iterator[None]:
@@ -168,7 +169,7 @@ class WholeModel:
             yield
         except BaseException:
             with contextlib.suppress(Exception):  # a worker that has died is the cause, or comes after it
-                self._workers.some(self._ranks, ForgetShare(version))
+                self._workers.some(self._holders, ForgetShare(version))
             raise
 
     def read(self, path: Path, *, strict: bool = True) -> Manifest:

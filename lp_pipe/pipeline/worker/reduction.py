@@ -4,7 +4,7 @@ Replicas on one host add up in memory that all see (collectives/shared_memory.py
 (collectives/direct.py). The order of the additions is that of the ranks in both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,11 @@ from lp_pipe.errors import ChannelClosed, PipelineError
 from lp_pipe.membership import Membership
 from lp_pipe.pipeline.worker.channel_ends import ChannelEnds
 from lp_pipe.pipeline.worker.neighbours import Neighbours
+from lp_pipe.pipeline.worker.parameter_shards import ParameterShards
 from lp_pipe.private_torch import buffers_of
 from lp_pipe.training.buffer_snapshot import BufferSnapshot, set_buffer
 
+_BUFFER_BYTES = 4 << 20
 _CREDITS = 2  # parts, and sums
 _CALLS = 1 << 20  # tags of the channels for each operation of the pipeline
 _SHARING_KINDS = ("auto", "shm", "inproc")
@@ -73,6 +75,22 @@ class Reduction(ChannelEnds[int]):
             if tag <= aborted:
                 raise ChannelClosed(reason)
             self._reduce(backend, tag, parameters, modules, before)
+        except GenerationOver as error:
+            raise ChannelClosed(str(error)) from error
+
+    def share_updates(self, tag: int, shards: ParameterShards) -> None:
+        """Give all replicas the parameters of which each has updated its shards.
+
+        Raises:
+            ChannelClosed: as `reduce`.
+        """
+        self._tag = tag
+        try:
+            backend = self._joined(tag)
+            aborted, reason = self._aborted
+            if tag <= aborted:
+                raise ChannelClosed(reason)
+            shards.share_updates(backend)
         except GenerationOver as error:
             raise ChannelClosed(str(error)) from error
 
@@ -155,19 +173,37 @@ class Reduction(ChannelEnds[int]):
     def _reduce_together(
         self, backend: Backend, kind: tuple[torch.dtype, torch.device], gradients: Sequence[Tensor]
     ) -> None:
-        """Add up gradients that all replicas have, in one buffer, which is kept for the next step."""
-        sizes = [len(flat) for flat in gradients]
+        """Add up gradients that all replicas have, in pieces of one buffer, which is kept for the next step."""
+        dtype, device = kind
+        most = min(sum(map(len, gradients)), _BUFFER_BYTES // dtype.itemsize)
         buffer = self._buffers.get(kind)
-        if buffer is None or len(buffer) != sum(sizes):
-            dtype, device = kind
-            on_host = backend.empty(sum(sizes), dtype)
-            buffer = self._buffers[kind] = on_host.to(device)
-        views = buffer.split(sizes)
-        for view, flat in zip(views, gradients, strict=True):
-            view.copy_(flat)
-        backend.all_reduce(buffer)
-        for view, flat in zip(views, gradients, strict=True):
-            flat.copy_(view)
+        if buffer is None or len(buffer) < most:
+            buffer = self._buffers[kind] = backend.empty(most, dtype).to(device)
+        for pieces in _in_pieces(gradients, most):
+            together = buffer[: sum(map(len, pieces))]
+            views = together.split([len(piece) for piece in pieces])
+            for view, piece in zip(views, pieces, strict=True):
+                view.copy_(piece)
+            backend.all_reduce(together)
+            for view, piece in zip(views, pieces, strict=True):
+                piece.copy_(view)
+
+
+def _in_pieces(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Yield pieces of the tensors, in order, that have at most so many elements together."""
+    pieces: list[Tensor] = []
+    left = most
+    for tensor in tensors:
+        begin = 0
+        while begin < len(tensor):
+            piece = tensor[begin : begin + left]
+            pieces.append(piece)
+            begin, left = begin + len(piece), left - len(piece)
+            if not left:
+                yield pieces
+                pieces, left = [], most
+    if pieces:
+        yield pieces
 
 
 def _last_call(tag: int) -> int:

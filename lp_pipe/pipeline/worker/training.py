@@ -1,6 +1,6 @@
 """The optimizer of a worker: gradients, norms, updates, and what a checkpoint keeps of them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +15,7 @@ from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.layers.optimizer_factories import make_optimizer, make_scheduler, wants_metric
 from lp_pipe.pipeline.protocol import Report, UpdateProgress
 from lp_pipe.pipeline.saving.contents import Saved
+from lp_pipe.pipeline.worker.parameter_shards import ParameterShards
 from lp_pipe.private_torch import versions_of
 from lp_pipe.training.gradients import GradientNorm, dense, is_finite, norms_of, unscale
 from lp_pipe.training.optimizer_state import (
@@ -35,18 +36,28 @@ from lp_pipe.training.resume_checks import (
     refuse_other_scheduler,
 )
 from lp_pipe.training.rng import generators_locked, optimizer_place, step_rng
+from lp_pipe.training.state_shards import StateShards, refuse_not_elementwise
+from lp_pipe.training.tensor_parts import TensorPart
 
 
 class Training:
     """An optimizer and scheduler over all parameters of a worker's stages; neither if there is nothing to train."""
 
     def __init__(
-        self, stages: list[Stage], optimizer: OptimizerFactory, lr_scheduler: SchedulerFactory | None, seed: int = 0
+        self,
+        stages: list[Stage],
+        optimizer: OptimizerFactory,
+        lr_scheduler: SchedulerFactory | None,
+        seed: int = 0,
+        shards: ParameterShards | None = None,
     ) -> None:
+        """shards: what this replica updates, if the replicas divide the parameters among themselves."""
         self._place = optimizer_place(stages[0].index if stages else 0)
         self._seed = seed
         self._parameters = [item for stage in stages for item in stage.named_parameters()]
         self._optimizer: torch.optim.Optimizer | None = None
+        self._shards = shards
+        self._states: StateShards | None = None  # of the shards
         self._scheduler_factory = lr_scheduler
         self._lr_scheduler: Any = None
         self.waits_for_metric = False  # whether training steps leave the scheduler alone
@@ -56,6 +67,9 @@ class Training:
             # Not while a layer is made in another thread: both make torch import its compiler, once at a time.
             with generators_locked():
                 self._optimizer = make_optimizer(optimizer, self._parameters)
+            if shards is not None:
+                refuse_not_elementwise(self._optimizer, f"zero={shards.zero}")
+                self._states = StateShards(self._optimizer, shards.own())
             if lr_scheduler is not None:
                 self._lr_scheduler = make_scheduler(lr_scheduler, self._optimizer)
                 self.waits_for_metric = wants_metric(self._lr_scheduler)
@@ -106,8 +120,19 @@ class Training:
         gradients = [parameter.grad for group in groups for parameter in group["params"]]
         return unscale([gradient for gradient in gradients if gradient is not None], factor)
 
-    def step(self, step: int, total_norm: Tensor | None, max_norm: float | None, *, skip: bool = False) -> None:
-        """Clip as torch.nn.utils.clip_grad_norm_ does, with the norm over all stages; then one optimizer step."""
+    def step(
+        self,
+        step: int,
+        total_norm: Tensor | None,
+        max_norm: float | None,
+        share: Callable[[ParameterShards], None] = lambda _: None,
+        *,
+        skip: bool = False,
+    ) -> None:
+        """Clip as torch.nn.utils.clip_grad_norm_ does, with the norm over all stages; then one optimizer step.
+
+        share: called after the update of shards, to give them to the other replicas.
+        """
         if self._optimizer is None:
             self.clear_gradients()
             return
@@ -117,6 +142,8 @@ class Training:
                 nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total_norm)
             if not skip:
                 self._step_optimizer(step, 0)
+                if self._shards is not None:
+                    share(self._shards)
             self.update_progress = UpdateProgress.WITHOUT_SCHEDULER
             self.step_scheduler()
             self.update_progress = UpdateProgress.DONE
@@ -159,8 +186,10 @@ class Training:
         """Return the bytes of the parameters, of the gradients, and of the optimizer's state."""
         parameters = [parameter for _, parameter in self._parameters]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        states = state_of(self._optimizer).values() if self._optimizer is not None else ()
-        state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
+        states = self._state().values()
+        values = [value for values in states for value in values.values()]
+        state = [part for value in values for part in (value.values if isinstance(value, TensorPart) else (value,))]
+        state = [value for value in state if isinstance(value, Tensor)]
         return _bytes(parameters), _bytes(gradients), _bytes(state)
 
     def clear_gradients(self) -> None:
@@ -203,7 +232,10 @@ class Training:
         """Step the optimizer. Replicas, other runs and resumed runs draw the same random numbers (SGLD's noise)."""
         if self._optimizer is not None:
             with step_rng(self._seed, self._place, step, update):
-                self._optimizer.step()
+                if self._states is not None and self._shards is not None:
+                    self._states.step(self._shards.gradients())
+                else:
+                    self._optimizer.step()
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Return each parameter's optimizer state, and the options of its group, which the scheduler changes.
@@ -212,10 +244,11 @@ class Training:
         """
         if self._optimizer is None:
             return {}
-        refuse_hidden_state(self._optimizer)
+        if self._states is None:
+            refuse_hidden_state(self._optimizer)
         names = {id(parameter): name for name, parameter in self._parameters}
         groups, scheduler = self._optimizer.param_groups, self.scheduler_state() or {}
-        states = state_of(self._optimizer)
+        states = self._state()
         found: dict[str, dict[str, Any]] = {}
         for index, group in enumerate(groups):
             of_group = {"options": _options(group), "schedule": values_of_group(scheduler, len(groups), index)}
@@ -224,6 +257,12 @@ class Training:
             for parameter in group["params"]:
                 found[names[id(parameter)]] = {"state": dict(states.get(parameter, {})), **of_group}
         return found
+
+    def _state(self) -> Mapping[Tensor, Mapping[str, Any]]:
+        """Return the optimizer's state by parameter, without copying it; TensorParts where it has shards."""
+        if self._states is not None:
+            return {parameter: state.parts(parameter) for parameter, state in self._states.states().items()}
+        return state_of(self._optimizer) if self._optimizer is not None else {}
 
     def scheduler_state(self) -> dict[str, Any] | None:
         """Return the scheduler's state; None: there is no scheduler."""
@@ -279,7 +318,14 @@ class Training:
                 options = saved[name]["options"]
                 state = _beside(parameter, saved[name]["state"], {**group, **options})
                 of_parameters[parameter] = OfParameter(state, options)
-        restore(self._optimizer, of_parameters)
+        if self._states is None:
+            restore(self._optimizer, of_parameters)
+            return
+        for group, _, parameter in self._grouped():
+            if parameter in of_parameters:
+                group.update(of_parameters[parameter].options)
+        self._states.forget()
+        self._states.take_whole({parameter: state for parameter, (state, _) in of_parameters.items()})
 
     def _grouped(self) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
         """Yield the optimizer's parameters, each with its group and its name."""

@@ -56,6 +56,7 @@ from lp_pipe.pipeline.worker.mirror_store import MirrorStore
 from lp_pipe.pipeline.worker.module_settings import ModuleSettings, with_loss
 from lp_pipe.pipeline.worker.neighbours import Neighbours, own_hub
 from lp_pipe.pipeline.worker.nonfinite import NonFiniteSearch, UpdateGuard
+from lp_pipe.pipeline.worker.parameter_shards import ParameterShards
 from lp_pipe.pipeline.worker.reduction import Reduction
 from lp_pipe.pipeline.worker.restart_check import RestartCheck
 from lp_pipe.pipeline.worker.rules import StepRules, copied_parameters
@@ -97,7 +98,9 @@ class StageWorker(CommandService):
         if not pipeline.has_batch_dims:
             for stage in self._stages.values():
                 refuse_time_first(stage.layers, stage.first_layer)
-        self.training = Training(list(self._stages.values()), pipeline.optimizer, pipeline.lr_scheduler, pipeline.seed)
+        shards = self._parameter_shards()
+        stages = list(self._stages.values())
+        self.training = Training(stages, pipeline.optimizer, pipeline.lr_scheduler, pipeline.seed, shards)
         loss = StageLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self.device)
         self._criterion = loss.call
         self._inner = [module for stage in self._stages.values() for module in stage.modules()]
@@ -122,7 +125,11 @@ class StageWorker(CommandService):
             self.device,
         )
         mirrors = MirrorStore(worker.rank, self._state.snapshot, self._state.restore)
-        shares = Shares(self._worker, self._state.snapshot, f"{node.name} on {socket.gethostname()}")
+        shares = Shares(
+            worker.rank if pipeline.zero else self._worker,
+            self._state.snapshot,
+            f"{node.name} on {socket.gethostname()}",
+        )
         for part in (self._restart_check, self._state, mirrors, shares):
             self._add_handlers(part.handlers())
         self._add_own_handlers()
@@ -218,7 +225,13 @@ class StageWorker(CommandService):
         self._lookahead.discard()  # of a step that is left out, some forwards may be done
         stages = ", ".join(map(str, self._stages))
         with noting(f"in {self._name}, update of stages {stages}, step {command.step}"), current(self.device):
-            self.training.step(command.step, command.total_norm, self._config.clip_grad_norm, skip=command.skip)
+            self.training.step(
+                command.step,
+                command.total_norm,
+                self._config.clip_grad_norm,
+                lambda shards: self._reduction.share_updates(command.tag, shards),
+                skip=command.skip,
+            )
         self._writes.forget()
 
     def get_update_progress(self, _: GetUpdateProgress) -> tuple[str, UpdateProgress]:
@@ -320,6 +333,13 @@ class StageWorker(CommandService):
         )
         self._lookahead: Lookahead = self._async_worker() if config.is_asynchronous else NoLookahead()
         self._state.lookahead = self._lookahead
+
+    def _parameter_shards(self) -> ParameterShards | None:
+        count = self._config.replicas[self._worker]
+        if not self._config.zero or count == 1:
+            return None
+        named = [item for stage in self._stages.values() for item in stage.named_parameters()]
+        return ParameterShards(named, self._replica, count, self._config.zero)
 
     def _async_worker(self) -> AsyncWorker:
         share = self._replica, self._config.replicas[self._worker]
