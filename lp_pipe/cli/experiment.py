@@ -15,9 +15,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.live import Live
+from rich.text import Text
+
 from lp_pipe import search
 from lp_pipe.cli.errors import DONE, NotAnswered, UsageError, nearest
-from lp_pipe.cli.table import table
+from lp_pipe.cli.table import duration, table
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch import launch
 from lp_pipe.launch.run_dir import usual_runs
@@ -28,14 +31,17 @@ from lp_pipe.search.space import flat
 from lp_pipe.search.store import ExperimentFolder, Reading
 from lp_pipe.telemetry.run_folder import RunFolder
 
+Curves = dict[int, list[tuple[int, float]]]
 _PATIENCE_S = 5.0
+_WATCH_EVERY_S = 1.0
+_WATCHED = 10  # of the best trials
 _MLFLOW_BATCH = 1000  # metrics in one request at most
 EPILOG = """\
 examples:
   lp_pipe experiment create examples/search_digits.py    launch it; the same as lp_pipe launch
   lp_pipe experiment preview examples/search_digits.py   how many trials end at which step
   lp_pipe experiment ls                                  all experiments
-  lp_pipe experiment show digits                         its trials
+  lp_pipe experiment show digits --watch                 its trials, while they run
   lp_pipe experiment best digits --json                  the best trial, its parameters and checkpoint
   lp_pipe experiment pause digits                        stop trials at their next report
   lp_pipe experiment resume digits                       go on, also after its launcher was killed
@@ -57,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="ACTION", choices=list(_ACTIONS), help=", ".join(_ACTIONS))
     parser.add_argument("id", metavar="ID", nargs="?", default="-", help="ID or ID/TRIAL; for create, preview: TARGET")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--watch", action="store_true", help="show: anew every second until the experiment ends")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="fork: change a parameter")
     parser.add_argument("--from-checkpoint", action="store_true", help="fork: go on from the trial's newest checkpoint")
     parser.add_argument("--csv", nargs="?", const="-", metavar="FILE", help="export: rows as CSV (default: stdout)")
@@ -114,16 +121,51 @@ def _show(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
         for one in chosen:
             print(json.dumps({**_facts(one), "curve": curves.get(one.id, [])}))
         return DONE
+    if arguments.watch:
+        _watch(found)
+        return DONE
     print(f"{found.folder.name}: {_state(found)}, {len(chosen)} trials, folder {found.folder}")
-    rows = [
-        (str(one.id), one.state, str(one.step), _last(curves, one), str(one.attempts), _text(one.params))
-        for one in chosen
-    ]
-    print(table(("TRIAL", "STATE", "STEP", "VALUE", "ATTEMPTS", "PARAMETERS"), rows))
+    print(_trials_table(chosen, curves))
     for one in chosen:
         if one.error:
             print(f"\ntrial {one.id} {one.state}: {one.error.strip() if trial is not None else _last_line(one.error)}")
     return DONE
+
+
+def _trials_table(trials: Sequence[TrialSummary], curves: Curves) -> str:
+    rows = [
+        (str(one.id), one.state, str(one.step), _last(curves, one), str(one.attempts), _text(one.params))
+        for one in trials
+    ]
+    return table(("TRIAL", "STATE", "STEP", "VALUE", "ATTEMPTS", "PARAMETERS"), rows)
+
+
+def _watch(found: Experiment) -> None:
+    """Show the running trials and those with the best values, anew every second until the experiment has ended."""
+    with Live(auto_refresh=False) as live:
+        while True:
+            state = _state(found)
+            trials, curves, best = found.trials(), found.curves(), found.best_values()
+            best_ids = [trial for trial, *_ in best[:_WATCHED]]
+            shown = [one for one in trials if one.state == "running" or one.id in best_ids]
+            text = f"{_progress(found, state, best)}\n{_trials_table(shown, curves)}"
+            live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+            if state in ("ended", "stopped"):
+                return
+            time.sleep(_WATCH_EVERY_S)
+
+
+def _progress(found: Experiment, state: str, best: Sequence[tuple[int, int, float]]) -> str:
+    """Return a line with the steps that have run and will run if no trial fails, and when the last one will."""
+    rows = found.rows()
+    done, due = len({(row.trial, row.step) for row in rows}), found.steps_due()
+    parts = [f"{found.folder.name}: {state}", f"{done} of {due} steps"]
+    if best:
+        parts.append(f"best {best[0][2]:g} in trial {best[0][0]}")
+    if state == "running" and 1 < done < due:
+        per_step_s = (rows[-1].time - rows[0].time) / (done - 1)
+        parts.append(f"about {duration(per_step_s * (due - done))} left")
+    return ", ".join(parts)
 
 
 def _compare(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
@@ -386,7 +428,7 @@ def _facts(one: TrialSummary) -> dict[str, Any]:
     return json.loads(json.dumps(facts, default=repr))  # type: ignore[no-any-return]
 
 
-def _last(curves: dict[int, list[tuple[int, float]]], one: TrialSummary) -> str:
+def _last(curves: Curves, one: TrialSummary) -> str:
     curve = curves.get(one.id)
     return f"{curve[-1][1]:g}" if curve else ""
 

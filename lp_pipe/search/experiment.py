@@ -281,6 +281,10 @@ class Experiment:
                 reports.append((trial, step))
         return changed
 
+    def steps_due(self) -> int:
+        """Return how many steps all trials run in all, if none fails."""
+        return sum(step * trials for step, trials in self._definition.searcher.preview().items())
+
     def is_over(self) -> bool:
         """Return whether no trial is left to run."""
         searcher = self._definition.searcher
