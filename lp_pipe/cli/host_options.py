@@ -1,7 +1,9 @@
 """The options of `lp_pipe launch` and `profile` for several hosts, and the plan of a --dry-run."""
 
 import argparse
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +82,25 @@ def launch_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def plan_lines(program: Program, arguments: argparse.Namespace) -> list[str]:
-    """Return lines that say which node would run where.
+    """Return lines that say which node would run where, and how much memory the processes of a pipeline need.
 
     Raises:
         LaunchError, ValueError: the hosts do not join, or lack resources that the program needs.
     """
     options = LaunchOptions(**launch_options(arguments))
     with tempfile.TemporaryDirectory(prefix="lp_pipe-plan-") as folder:
-        return describe_launch(program, arguments.mode, Path(folder), options)
+        lines = describe_launch(program, arguments.mode, Path(folder), options)
+    return [*lines, *_memory_lines(program, arguments.mode)]
+
+
+def _memory_lines(program: Program, mode: str) -> Iterator[str]:
+    if "torch" not in sys.modules:
+        return  # so there is no pipeline
+    from lp_pipe.measuring.memory_estimate import program_memory
+
+    for label, estimate in program_memory(program, mode).items():
+        yield f"memory of {label}, of each process, estimated:"
+        yield from estimate.lines()
 
 
 def count(arguments: argparse.Namespace) -> int:

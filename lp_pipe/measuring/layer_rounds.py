@@ -160,13 +160,14 @@ class Work:
     seed: int
     batch: tuple[Any, Any]
     device: str
+    precision: str = "fp32"
 
     def rounds(self) -> "LayerRounds":
         """Return rounds of new copies of the layers."""
         layers = build_layers(self.sources, 0, self.seed)
         tie(layers, 0, self.tied, {}, self.seed)
         place = torch.device(self.device)
-        return LayerRounds(layers, self.loss, self.seed, to_device(self.batch, place), place)
+        return LayerRounds(layers, self.loss, self.seed, to_device(self.batch, place), place, self.precision)
 
 
 @dataclass
@@ -184,12 +185,22 @@ class Measured:
 class LayerRounds:
     """Forwards and backwards of one micro-batch through stages of one layer each."""
 
-    def __init__(self, layers: Sequence[nn.Module], loss: Loss, seed: int, batch: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        loss: Loss,
+        seed: int,
+        batch: Any,
+        device: torch.device,
+        precision: str = "fp32",
+    ) -> None:
         self._loss = loss
         self._input, self._target = batch
         self._device = device
         self.layers = layers
-        self._stages = [Stage(i, i, [layer], seed, device=device) for i, layer in enumerate(layers)]
+        self._stages = [
+            Stage(i, i, [layer], seed, precision=precision, device=device) for i, layer in enumerate(layers)
+        ]
         self._step = 0
         self._stashed_by: dict[str, int] = {}
         self.skips: list[tuple[int, int]] = []  # from the layer of a Stash to that of its Pop
@@ -214,6 +225,10 @@ class LayerRounds:
         self.measured = [Measured(meter=meter) for meter in meters]
         self._run(split=False)
         return [(sum(meter.counts[:-1]), meter.counts[-1]) for meter in meters]  # the loss counts for the last layer
+
+    def kept_bytes(self) -> list[tuple[float, float]]:
+        """Return what each layer leaves for its backward, and its output, from one forward."""
+        return [(kept, taken.activation_bytes) for kept, taken in zip(self.stash_bytes(), self.measured, strict=True)]
 
     def stash_bytes(self) -> list[int]:
         """Return what each layer leaves for its backward, from one more forward, and forget the times."""

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from lp_pipe.measuring.exactness_check import check as check
     from lp_pipe.measuring.link_profile import measure_links as measure_links
     from lp_pipe.measuring.link_profile import topology_of as topology_of
+    from lp_pipe.measuring.memory_estimate import MemoryEstimate as MemoryEstimate
+    from lp_pipe.measuring.memory_estimate import memory as memory
     from lp_pipe.measuring.profiling import profile as profile
     from lp_pipe.pipeline.add import add_pipeline as add_pipeline
     from lp_pipe.pipeline.client import PipelineClient as PipelineClient
@@ -81,6 +83,8 @@ _ON_FIRST_USE = {  # these need torch or numpy
     "Profile": ".partitioning",
     "Topology": ".partitioning",
     "partition": ".partitioning",
+    "MemoryEstimate": "..measuring.memory_estimate",
+    "memory": "..measuring.memory_estimate",
     "profile": "..measuring.profiling",
     "Pop": ".layers.skips",
     "Sequential": ".layers.skips",
