@@ -19,7 +19,7 @@ from lp_pipe.private_python import options_of
 # HELP, DESCRIPTION, USAGE and EPILOG, a function that adds the options, and one that runs the command.
 COMMANDS = (
     *("launch", "graph", "schedule", "profile", "partition", "checkpoint", "experiment"),
-    *("ui", "status", "logs", "stacks", "trace", "stop", "attach", "ps", "runs", "clean", "doctor", "agent"),
+    *("ui", "status", "logs", "stacks", "trace", "plot", "stop", "attach", "ps", "runs", "clean", "doctor", "agent"),
 )
 _WITH_PROGRAM_FLAGS = ("launch", "graph", "profile", "experiment")
 _LIKE_AN_OPTION = 0.75  # --mdoe is similar to --mode, but a program's own --stages is not similar to --hosts
