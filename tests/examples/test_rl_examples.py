@@ -1,0 +1,28 @@
+"""The examples with agents run; in full, marked slow, they learn what they say."""
+
+import pytest
+
+import lp_pipe.rl as rl
+
+pytest.importorskip("gymnasium")
+pytest.importorskip("torch")
+
+SHORT = rl.Evaluation(every=10_000, episodes=1)
+
+
+def test_the_examples_run() -> None:
+    from examples import cartpole_ppo, pendulum_sac
+
+    pole = rl.run_experiment(cartpole_ppo.experiment(0, 1_024, evaluation=SHORT))
+    assert pole.counts["env_steps"] == 1_024 and pole.counts["learner_steps"] >= 2
+    pendulum = rl.run_experiment(pendulum_sac.experiment(0, 600, evaluation=SHORT))
+    assert pendulum.counts["env_steps"] == 600 and pendulum.counts["learner_steps"] >= 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_in_full_the_pole_stands_and_the_pendulum_swings_up() -> None:
+    from examples import cartpole_ppo, pendulum_sac
+
+    assert rl.run_experiment(cartpole_ppo.experiment()).score >= 475.0
+    assert rl.run_experiment(pendulum_sac.experiment()).score >= -200.0
