@@ -4,13 +4,16 @@ import argparse
 import contextlib
 import logging
 import os
+import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 from lp_pipe.checkpoint import checkpoints_in
 from lp_pipe.cli import host_options, submit
@@ -128,6 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_options(parser)
     host_options.add_arguments(parser)
     host_options.add_launch_only(parser)
+    parser.add_argument("--ui", action="store_true", help="serve a page that shows the run, while it runs (lp_pipe ui)")
     parser.add_argument("--json", action="store_true", help="print events, one JSON object a line, on stdout")
     parser.set_defaults(parser=parser)
 
@@ -175,7 +179,8 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                         run = launch(program, arguments.mode, **options)
                     else:
                         run = launch_elastic(make, arguments.elastic, **options)
-                result = _wait(run, display, view, output)
+                with RunPage(run.run_dir) if arguments.ui else contextlib.nullcontext() as page:
+                    result = _wait(run, display, view, output, page)
             with _ignore_lost_output():
                 display.ended(result, run.status())
             return result.exit_status
@@ -250,7 +255,35 @@ def _none_left_behind() -> Iterator[None]:
         raise
 
 
-def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Output) -> Ending:
+class RunPage:
+    """`lp_pipe ui` of one run, in a process of its own that ends with this one. A context manager."""
+
+    def __init__(self, run_dir: Path) -> None:
+        command = [sys.executable, "-m", "lp_pipe", "ui", str(run_dir), "--until-stdin-ends"]
+        # In a session of its own: Ctrl+C stops the run, whose end the page shows.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
+        )
+        self._url: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read_url, name="page of the run", daemon=True).start()
+
+    def url(self) -> str:
+        """Return the page's URL, once; "" before it is known."""
+        return "" if self._url.empty() else self._url.get()
+
+    def _read_url(self) -> None:
+        assert self._process.stdout is not None
+        self._url.put(self._process.stdout.readline().strip())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+
+def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Output, page: RunPage | None) -> Ending:
     began = time.monotonic()
     debuggers = LocalDebuggers(run.run_dir, display.suspended)
     try:
@@ -262,6 +295,8 @@ def _wait(run: Run | ElasticRun, display: Display, view: GraphView, output: Outp
             display.status(run.status())
             output.look()
             debuggers.look()
+            if page is not None and (url := page.url()):
+                display.note(f"page {url}")
             time.sleep(_REFRESH_S)  # the main thread redraws, and takes Ctrl+C at any time
         run.wait()
     except KeyboardInterrupt as interrupt:

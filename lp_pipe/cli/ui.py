@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import webbrowser
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", type=Path, metavar="FILE", help="the certificate's key")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--read-only", action="store_true", help="without buttons that change something")
+    parser.add_argument("--until-stdin-ends", action="store_true", help=argparse.SUPPRESS)  # of `lp_pipe launch --ui`
 
 
 def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
@@ -92,11 +94,20 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     with server:
         if arguments.open:
             webbrowser.open(server.gatekeeper.first_url)
+        if arguments.until_stdin_ends:
+            threading.Thread(target=_close_at_end_of_stdin, args=(server,), daemon=True).start()
         try:
             server.serve()
         except KeyboardInterrupt:
             return 0
     return 0
+
+
+def _close_at_end_of_stdin(server: DashboardServer) -> None:
+    """Close the server when the process that has started this one closes the pipe, or has ended in any way."""
+    while os.read(0, 1024):
+        pass
+    server.close()
 
 
 def _what(

@@ -77,6 +77,7 @@ def test_every_page_is_drawn(serve: Serve, tmp_path: Path, browser: Chromium, wi
     assert page.js("document.querySelector('[data-metric=loss] canvas').width") > 100
     page.go("pipeline")
     assert page.js("document.querySelectorAll('canvas.timeline').length") == 2
+    assert page.js("document.querySelector('main select option:checked').textContent") == "step 4"
     assert "25 % idle" in page.js("document.body.innerText")
     page.go("hangs")
     assert "waits for stages/0" in page.js("document.body.innerText")
@@ -87,7 +88,15 @@ def write_trace(folder: Path) -> None:
     for pid, name in ((1, "stages/0"), (2, "predicted stages/0")):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
         for start, kind in ((0, "forward"), (1000, "forward"), (3000, "backward")):
-            span = {"ph": "X", "pid": pid, "tid": 1, "ts": start, "dur": 1000, "name": kind, "args": {"microbatch": 0}}
+            span = {
+                "ph": "X",
+                "pid": pid,
+                "tid": 1,
+                "ts": start,
+                "dur": 1000,
+                "name": kind,
+                "args": {"microbatch": 0, "step": 4},
+            }
             events.append(span)
     (folder / "trace.json").write_text(json.dumps({"traceEvents": events}))
 

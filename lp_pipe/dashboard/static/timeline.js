@@ -8,12 +8,19 @@ const LEFT = 150;
 const KINDS = [["forward", "--ink-0"], ["backward", "--ink-1"], ["transfer", "--ink-2"], ["send", "--ink-2"], ["receive", "--ink-2"],
   ["reduce", "--ink-3"], ["wait", "--line"], ["call", "--ink-4"], ["step", "--ink-5"], ["optim", "--ink-5"]];
 
+const inks = new Map();
+
 function inkOf(name) {
-  const found = KINDS.find(([kind]) => name.toLowerCase().includes(kind));
-  return color(found ? found[1] : "--ink-6");
+  if (!inks.has(name)) {
+    const found = KINDS.find(([kind]) => name.toLowerCase().includes(kind));
+    inks.set(name, color(found ? found[1] : "--ink-6"));
+  }
+  return inks.get(name);
 }
 
-const isWork = (span) => !/wait|idle|receive/i.test(span[2]);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => inks.clear());
+
+const isWork = (span) => !/wait|idle|receive|^run$/i.test(span[2]);
 
 export async function timelinePage(main, page) {
   const bar = h("div", { class: "bar" });
@@ -41,37 +48,80 @@ export async function timelinePage(main, page) {
     const said = h("span", { class: "faint" });
     bar.append(said);
     body.replaceChildren();
+    if (found.tracks.length) addChoices(bar, found.tracks, body, page);
     if (!found.tracks.length) {
       body.append(h("p", { class: "empty" }, found.error ? `${found.name} ${found.error}` :
         "No step was traced. `lp_pipe trace RUN`, `lp_pipe launch --trace` and the trace button write traces."));
-      return;
     }
-    for (const [title, tracks] of Object.entries(grouped(found.tracks))) body.append(drawTimeline(title, tracks, page));
   }
   await load();
 }
 
-function grouped(tracks) {
-  const isPredicted = (one) => /predict/i.test(one.process);
-  const found = { measured: tracks.filter((one) => !isPredicted(one)) };
-  const predicted = tracks.filter(isPredicted);
-  if (predicted.length) found.predicted = predicted;
-  return found;
+// The step that is shown, and whether tracks without any forward or backward are.
+function addChoices(bar, tracks, body, page) {
+  const steps = stepsOf(tracks.filter((one) => !isPredicted(one)));
+  const select = h("select", { "aria-label": "step" }, ...steps.map((one, place) => h("option", { value: place }, `step ${one.step}`)),
+    h("option", { value: "all" }, "all that was traced"));
+  const most = Math.max(0, ...steps.map((one) => one.count));
+  const best = steps.findLastIndex((one) => one.count === most);
+  select.value = best < 0 ? "all" : String(best);
+  const all = h("input", { type: "checkbox" });
+  bar.prepend(select, h("label", {}, all, " all threads"));
+  const hasWork = (one) => one.spans.some(isCompute);
+  all.checked = !tracks.some(hasWork);
+  const draw = () => {
+    const shown = all.checked ? tracks : tracks.filter(hasWork);
+    const measured = shown.filter((one) => !isPredicted(one)), predicted = shown.filter(isPredicted);
+    const step = steps[select.value];
+    const range = step ? [step.low, step.high] : rangeOf(measured);
+    const expected = rangeOf(predicted);
+    const size = Math.max(range[1] - range[0], predicted.length ? expected[1] - expected[0] : 0);
+    body.replaceChildren();
+    if (measured.length) body.append(drawTimeline("measured", measured, range, size, page));
+    if (predicted.length) body.append(drawTimeline("predicted", predicted, expected, size, page));
+  };
+  select.addEventListener("change", draw);
+  all.addEventListener("change", draw);
+  draw();
 }
 
-function drawTimeline(title, tracks, page) {
-  const low = Math.min(...tracks.map((one) => one.spans.length ? one.spans[0][0] : Infinity));
-  const high = Math.max(...tracks.map((one) => one.spans.reduce((most, span) => Math.max(most, span[0] + span[1]), 0)));
+const isPredicted = (track) => /predict/i.test(track.process);
+const isCompute = (span) => /^(forward|backward)/i.test(span[2]);
+
+function stepsOf(tracks) {
+  const found = new Map();
+  for (const track of tracks) {
+    for (const span of track.spans) {
+      const step = span[3].step;
+      if (step === undefined || !isCompute(span)) continue;
+      const one = found.get(step) || { step, low: Infinity, high: -Infinity, count: 0 };
+      one.low = Math.min(one.low, span[0]);
+      one.high = Math.max(one.high, span[0] + span[1]);
+      one.count += 1;
+      found.set(step, one);
+    }
+  }
+  return [...found.values()].sort((a, b) => a.step - b.step);
+}
+
+function rangeOf(tracks) {
+  return [Math.min(...tracks.map((one) => one.spans.length ? one.spans[0][0] : Infinity)),
+    Math.max(...tracks.map((one) => one.spans.reduce((most, span) => Math.max(most, span[0] + span[1]), 0)))];
+}
+
+// range: what is measured for the idle shares. size: the time that is as wide as the picture, at first.
+function drawTimeline(title, tracks, range, size, page) {
+  const [low, high] = [range[0], range[0] + size];
   let view = [low, high];
   const canvas = h("canvas", { class: "timeline", tabindex: 0 });
   const tip = h("div", { class: "tip", hidden: true });
   const names = h("div", { class: "tracks" }, ...tracks.map((one) => {
-    const busy = busyTime(one.spans);
-    const share = high > low ? 1 - busy / (high - low) : 0;
-    return h("div", {}, h("span", { title: `${one.process} ${one.track}` }, one.process.length > 3 ? `${one.process} ${one.track}` : one.track),
+    const busy = busyTime(one.spans, range);
+    const share = range[1] > range[0] ? 1 - busy / (range[1] - range[0]) : 0;
+    return h("div", {}, h("span", { title: `${one.process} ${one.track}` }, nameOf(one, tracks)),
       h("span", { class: "faint" }, `${Math.round(100 * share)} % idle`));
   }));
-  const box = h("section", { class: "timelines" }, h("h3", {}, `${title} · ${((high - low) / 1000).toFixed(2)} ms`),
+  const box = h("section", { class: "timelines" }, h("h3", {}, `${title} · ${((range[1] - range[0]) / 1000).toFixed(1)} ms`),
     h("div", { class: "timeline-box" }, names, canvas), tip);
   const draw = () => {
     const width = Math.max(200, canvas.parentElement.clientWidth - LEFT), height = tracks.length * ROW;
@@ -83,18 +133,20 @@ function drawTimeline(title, tracks, page) {
     const paint = canvas.getContext("2d");
     paint.scale(scale, scale);
     paint.font = "10px system-ui";
+    const bubble = color("--bubble"), onInk = color("--on-ink");
     const at = (time) => (time - view[0]) / (view[1] - view[0]) * width;
     tracks.forEach((one, row) => {
-      paint.fillStyle = color("--bubble");
+      paint.fillStyle = bubble;
       paint.fillRect(0, row * ROW + 1, width, ROW - 3);
       for (const span of one.spans) {
         const left = at(span[0]), size = Math.max(0.6, at(span[0] + span[1]) - left);
         if (left > width || left + size < 0) continue;
-        paint.fillStyle = inkOf(span[2]);
+        const isBusy = isWork(span);  // a wait is a bubble, also inside of a call
+        paint.fillStyle = isBusy ? inkOf(span[2]) : bubble;
         paint.fillRect(left, row * ROW + 1, size, ROW - 3);
-        if (size > 16) {
-          paint.fillStyle = color("--on-ink");
-          const mark = span[3].microbatch ?? span[3].micro_batch;
+        if (isBusy && size > 16) {
+          paint.fillStyle = onInk;
+          const mark = span[3].microbatch;
           paint.fillText(mark === undefined ? span[2].slice(0, Math.floor(size / 6)) : String(mark), left + 3, row * ROW + 14);
         }
       }
@@ -133,11 +185,18 @@ function drawTimeline(title, tracks, page) {
   return box;
 }
 
-function busyTime(spans) {
-  let busy = 0, until = -Infinity;
+function nameOf(track, tracks) {
+  if (isPredicted(track)) return track.track;
+  return tracks.filter((one) => one.process === track.process).length > 1 ? `${track.process} ${track.track}` : track.process;
+}
+
+// The time within the range in which the innermost span of the track is work; a wait inside of a call is idle.
+function busyTime(spans, range) {
+  const hasCompute = spans.some(isCompute);
+  let busy = 0, until = range[0];
   for (const span of spans) {
-    if (!isWork(span)) continue;
-    const end = span[0] + span[1];
+    if (!isWork(span) || (hasCompute && !isCompute(span) && !/send|reduce|optim|apply/i.test(span[2]))) continue;
+    const end = Math.min(range[1], span[0] + span[1]);
     if (end > until) busy += end - Math.max(span[0], until);
     until = Math.max(until, end);
   }
