@@ -85,6 +85,10 @@ def test_a_paused_experiment_is_resumed_also_after_its_launcher_was_killed(
     command = [sys.executable, "-m", "lp_pipe", "experiment", "create", target, "--run-dir=run", "--", "--seconds=0.3"]
     launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     folder = tmp_path / "all" / "experiments" / "xs"
+
+    def num_trained_lines() -> int:
+        return sum(path.read_text().count("trained") for path in tmp_path.glob("run/logs/**/*") if path.is_file())
+
     try:
         until(lambda: ExperimentFolder(folder).owner())
         until(lambda: len(ls.open(folder).rows()) > 0)
@@ -94,6 +98,7 @@ def test_a_paused_experiment_is_resumed_also_after_its_launcher_was_killed(
         count = len(ls.open(folder).rows())
         assert main(["experiment", "resume", "xs"]) == 0
         until(lambda: len(ls.open(folder).rows()) > count)
+        until(lambda: num_trained_lines() * 2 >= len(ls.open(folder).rows()))  # a killed launcher loses what it reads
     finally:
         launcher.kill()
         launcher.wait()
