@@ -1,4 +1,4 @@
-"""The diffs on the pages for those who come from DDP, Horovod or TF-Replicator make their loops train replicated."""
+"""The diffs on the pages for those who come from DDP, Horovod, BytePS and others make their loops train replicated."""
 
 import re
 from collections.abc import Callable
@@ -38,6 +38,21 @@ def train():
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for step in range(20):
         x, y = (part.chunk(hvd.size())[hvd.rank()] for part in batch_of(step))
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    done(model)
+"""
+BYTEPS = """\
+def train():
+    bps.init()
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = bps.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    bps.broadcast_parameters(model.state_dict(), root_rank=0)
+    bps.broadcast_optimizer_state(optimizer, root_rank=0)
+    for step in range(20):
+        x, y = (part.chunk(bps.size())[bps.rank()] for part in batch_of(step))
         loss_of(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -112,6 +127,7 @@ class OneReplica:
         ("coming_from_ddp.md", LOOP, 1),
         ("coming_from_ddp.md", LOOP, 2),
         ("coming_from_horovod.md", HOROVOD, 2),
+        ("coming_from_byteps.md", BYTEPS, 2),
         ("coming_from_tf_replicator.md", REPLICATOR, 2),
     ],
 )
@@ -126,9 +142,10 @@ def test_a_few_changed_lines_train_the_same(launched: Any, page: str, loop: str,
         rank=lambda: 0,
         DistributedOptimizer=lambda optimizer, **_: optimizer,
         broadcast_parameters=lambda *_, **__: None,
+        broadcast_optimizer_state=lambda *_, **__: None,
     )
     names: dict[str, Any] = {
-        **{"torch": torch, "dp": dp, "hvd": hvd, "build": build, "batch_of": batch_of},
+        **{"torch": torch, "dp": dp, "hvd": hvd, "bps": hvd, "build": build, "batch_of": batch_of},
         **{"loss_of": nn.functional.mse_loss, "replicator": OneReplica()},
         "done": lambda model: trained.append({name: value.clone() for name, value in model.state_dict().items()}),
     }
@@ -140,6 +157,7 @@ def test_a_few_changed_lines_train_the_same(launched: Any, page: str, loop: str,
     names["program"] = lp.Program("ported")
     exec(applied(diff, loop), names)
     if loop is not REPLICATOR:
-        dp.add_replicas(names["program"], names["train"], replicas=2, workers=workers)
+        backend = dp.Servers(1) if loop is BYTEPS else "auto"
+        dp.add_replicas(names["program"], names["train"], replicas=2, workers=workers, backend=backend)
     launched(names["program"]).wait(WITHIN_S)
     assert len(trained) >= workers and all(torch.allclose(trained[-1][name], plain[name], atol=1e-6) for name in plain)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import lp_pipe as lp
 import lp_pipe.data_parallel as dp
+import lp_pipe.pipeline as pp
 from lp_pipe.testing.faults import kill
 from tests.data_parallel.loops import SEED, batch, build, configure, differences, plain_loop, train
 from tests.data_parallel.test_failures import assert_each_shard_once, dying
@@ -118,3 +120,35 @@ def test_killed_servers_and_workers_do_not_change_what_is_learnt(
         kill(run, (label, draw.randrange(len(program.groups[label]))))
     run.wait(WITHIN_S)
     assert differences(tmp_path, *plain_loop(SLOW_STEPS, 3)) == []
+
+
+def learn_digits(replica: dp.Replica, found: list[float]) -> None:
+    from sklearn.datasets import load_digits
+
+    images, digits = load_digits(return_X_y=True)
+    x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(digits)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    chosen, held_out = order[:1437], order[1437:]
+    with pp.layer_rng(0, 0):
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.3), model)
+    for step in replica.steps(400, model=model, optimizer=optimizer):
+        own = chosen[torch.randint(0, len(chosen), (128,), generator=torch.Generator().manual_seed(step))]
+        for inputs, targets, weight in replica.shards((x[own], y[own])):
+            (F.cross_entropy(model(inputs), targets) * weight).backward()
+        optimizer.step()
+    if replica.rank == 0:
+        found.append(float((model(x[held_out]).argmax(1) == y[held_out]).float().mean()))
+
+
+@pytest.mark.slow
+def test_compressed_gradients_learn_as_well(launched: Any) -> None:
+    pytest.importorskip("sklearn")
+    found: list[float] = []
+    for compression in (None, dp.TopK(0.01), dp.OneBit()):
+        program = lp.Program("digits")
+        servers = dp.Servers(1, compression=compression)
+        dp.add_replicas(program, learn_digits, found, replicas=2, backend=servers)
+        launched(program).wait(WITHIN_S)
+    plain, *compressed = found
+    assert plain > 0.93 and min(compressed) >= plain - 0.01, found
