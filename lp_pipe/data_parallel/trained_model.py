@@ -212,7 +212,13 @@ class TrainedModel:
         for optimizer in self.optimizers:
             if optimizer.is_sharded:
                 optimizer.make_buckets(self._workers.exchange, self._flags)
-            boxes |= _boxes_of_states(optimizer, folder.keys, folder.shape)
+            boxes |= folder.boxes_of_states(
+                {
+                    name: (tuple(parameter.shape), found)
+                    for name, parameter in optimizer.named_parameters()
+                    if (found := optimizer.own_boxes(parameter)) is not None
+                }
+            )
         needed = [key for key in folder.keys if _is_needed(key, own, owned) and boxes.get(key, True)]
         saved = joined(folder.read(needed, boxes))
         for optimizer in self.optimizers:
@@ -257,21 +263,6 @@ def _is_needed(key: EntryKey, weights: Mapping[str, Tensor], owned: Mapping[str,
         case ("options" | "group", _):
             return True
     return False
-
-
-def _boxes_of_states(
-    optimizer: ReplicaOptimizer, keys: Sequence[EntryKey], shape_of: Callable[[EntryKey], tuple[int, ...] | None]
-) -> dict[EntryKey, tuple[Box, ...]]:
-    """Return which boxes of the saved state this worker needs, of the parameters of which it has a part."""
-    parameters = dict(optimizer.named_parameters())
-    found: dict[EntryKey, tuple[Box, ...]] = {}
-    for key in keys:
-        if key[0] == "optimizer" and key[1] in parameters:
-            parameter = parameters[key[1]]
-            boxes = optimizer.own_boxes(parameter)
-            if boxes is not None and shape_of(key) == tuple(parameter.shape):
-                found[key] = boxes
-    return found
 
 
 def _part(value: Any) -> TensorPart | None:

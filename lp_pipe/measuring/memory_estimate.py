@@ -181,7 +181,7 @@ def _of_nodes(nodes: Sequence[Node[Any]], resources: Resources, mode: str) -> Me
         config.microbatches,
         config.replicas,
         config.recompute,
-        getattr(config, "zero", 0),
+        config.zero,
     )
     limit = resources.memory or _device_bytes(config, resources)
     if limit is None and mode != "multi_host":

@@ -87,10 +87,20 @@ class SavedFolder:
                 raise CheckpointError(f"cannot read {path}, which {METADATA} names: {error}") from error
         return {key: parts.get(name, planner.state_dict.get(name)) for name, key in wanted.items()}
 
-    def shape(self, key: EntryKey) -> tuple[int, ...] | None:
-        """Return the shape of a tensor; None for an entry that is no tensor."""
-        described = self._metadata.state_dict_metadata[".".join(key)]
-        return tuple(described.size) if isinstance(described, TensorStorageMetadata) else None
+    def boxes_of_states(
+        self, own: Mapping[str, tuple[tuple[int, ...], tuple[Box, ...]]]
+    ) -> dict[EntryKey, tuple[Box, ...]]:
+        """Return which boxes to read of the optimizer's state, for a worker that has parts of parameters.
+
+        own: by name the parameter's shape and the worker's boxes of it. State of another shape is read as a whole.
+        """
+        found: dict[EntryKey, tuple[Box, ...]] = {}
+        for key in self.keys:
+            if key[0] == "optimizer" and key[1] in own:
+                described, (shape, boxes) = self._metadata.state_dict_metadata[".".join(key)], own[key[1]]
+                if isinstance(described, TensorStorageMetadata) and shape and tuple(described.size) == shape:
+                    found[key] = boxes
+        return found
 
     def damage(self) -> list[str]:
         """Return a line for each entry that is missing, cut short or changed."""

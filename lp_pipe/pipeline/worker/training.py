@@ -37,7 +37,7 @@ from lp_pipe.training.resume_checks import (
 )
 from lp_pipe.training.rng import generators_locked, optimizer_place, step_rng
 from lp_pipe.training.state_shards import StateShards, refuse_not_elementwise
-from lp_pipe.training.tensor_parts import TensorPart
+from lp_pipe.training.tensor_parts import Box, TensorPart, boxes_of_range, memory_order
 
 
 class Training:
@@ -263,6 +263,16 @@ class Training:
         if self._states is not None:
             return {parameter: state.parts(parameter) for parameter, state in self._states.states().items()}
         return state_of(self._optimizer) if self._optimizer is not None else {}
+
+    def own_boxes(self) -> dict[str, tuple[tuple[int, ...], tuple[Box, ...]]]:
+        """Return the shapes of the parameters, and the boxes of their state that this replica has, if it has shards."""
+        if self._shards is None:
+            return {}
+        return {
+            name: (shape, boxes_of_range(shape, *self._shards.range_of(parameter), memory_order(parameter)))
+            for name, parameter in self._parameters
+            if (shape := tuple(parameter.shape))
+        }
 
     def scheduler_state(self) -> dict[str, Any] | None:
         """Return the scheduler's state; None: there is no scheduler."""

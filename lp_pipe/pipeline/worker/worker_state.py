@@ -108,7 +108,9 @@ class WorkerState:
 
         own, parameters = self._own(), self.training.named_parameters
         folder = SavedFolder(Path(command.path))
-        saved = joined(folder.read(key for key in folder.keys if is_of(key, own, parameters)))
+        boxes = folder.boxes_of_states(self.training.own_boxes())
+        needed = [key for key in folder.keys if is_of(key, own, parameters) and boxes.get(key, True)]
+        saved = joined(folder.read(needed, boxes))
         kept: dict[str, list[str]] = {}
         if command.strict:
             check_shapes(saved.weights, own, f"{command.path} is a checkpoint", self._loadable)
