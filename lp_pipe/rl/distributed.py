@@ -476,7 +476,7 @@ class _Actor:
 
     def act_for_a_generation(self) -> None:
         """Act until the generation ends, which raises StaleGeneration or Unavailable."""
-        generation, record = self._replay.join(self._index, self._generation)
+        generation, record = _result(self._replay.futures.join(self._index, self._generation))
         with self._deaths.watched():
             environments = make_environment(self._config, self._index)
             loop = make_loop(self._config, self._spec, self._network, self._index, environments, self._mark)
@@ -484,23 +484,21 @@ class _Actor:
             if record.state is not None:
                 with self._deaths.watched():
                     loop.restore(record.state)
-            start = self._replay.start(generation, self._index, record.number + 1)
+            start = _result(self._replay.futures.start(generation, self._index, record.number + 1))
             while not start.is_over:
                 begun = time.perf_counter()
-                version = self._learner.begin(generation, start.number)
+                version = _result(self._learner.futures.begin(generation, start.number))
                 if version is None:
                     break
                 self._waited_s += time.perf_counter() - begun
                 delivery = self._act(loop, start, *version)
                 begun = time.perf_counter()
-                start = self._replay.deliver(generation, self._index, start.number, delivery)
+                start = _result(self._replay.futures.deliver(generation, self._index, start.number, delivery))
                 self._waited_s += time.perf_counter() - begun
         finally:
             loop.close()
         self._generation = generation
-        over = self._replay.futures.outlive(generation)
-        wait([over])  # not result(): others may still have much to do, and a wait for a future is no hang
-        over.result()
+        _result(self._replay.futures.outlive(generation))
 
     def _act(self, loop: EnvironmentLoop, start: RoundStart, learner_steps: int, weights: Any) -> Delivery:
         self._round = start.number
@@ -535,7 +533,7 @@ def evaluate(experiment: ExperimentConfig, spec: Spec, learner: Any, counter: An
         evaluator = Evaluator(experiment, spec, network, lambda *place: deaths.at(number, *place))
     while not lp.stop_event().is_set():
         try:
-            generation, due = counter.next_due()
+            generation, due = _result(counter.futures.next_due())
             number = due.number
             weights = learner.weights(generation, number)
             with deaths.watched():
@@ -548,3 +546,9 @@ def evaluate(experiment: ExperimentConfig, spec: Spec, learner: Any, counter: An
             )
         except (StaleGeneration, lp.Unavailable):
             has_stopped()
+
+
+def _result(call: "Future[Any]") -> Any:
+    """Wait for a call that waits for what others do, which may take long: a wait for a future is no hang."""
+    wait([call])
+    return call.result()

@@ -14,6 +14,7 @@ import numpy as np
 from lp_pipe.errors import Unrecoverable
 from lp_pipe.rl.adders import Adder
 from lp_pipe.rl.tree import concatenated, leaves_of, row, stacked, tree_map
+from lp_pipe.telemetry import waits
 
 ActingPolicy = Callable[[Any, Any, np.random.Generator, Mapping[str, int]], tuple[Any, Any, Any]]
 FAILURES_IN_A_ROW = 3  # of new environments before their first step: then a restart does not help
@@ -234,6 +235,7 @@ class EnvironmentLoop:
         self._adders = [copy.deepcopy(adder) for _ in range(self.size)] if adder is not None else None
         self._seed, self._role, self._index = seed, role, index
         self._make, self._may_restart, self._before_call = make, restarts, before_call
+        self._targets = [waits.Target(peer=f"environment {place} of {role}/{index}") for place in range(self.size)]
         self.seconds = {"act": 0.0, "env": 0.0}
         self.actor_steps = 0
         self.restarts = 0
@@ -467,11 +469,17 @@ class EnvironmentLoop:
             raise self._failure(index, *error.args) from None
 
     def _guarded(self, index: int, call: Callable[..., Any], *arguments: Any) -> Any:
+        place = self._place_of(index)
         if self._before_call is not None:
-            self._before_call(self.actor_steps, *self._place_of(index))
+            self._before_call(self.actor_steps, *place)
         since = time.perf_counter()
         try:
-            return call(*arguments)
+            if not self._is_recording:
+                return call(*arguments)
+            episode, step, seed = place
+            what = f"{call.__name__} in episode {episode} at step {step}, seed {seed}"  # for a report of hangs
+            with waits.waiting(waits.OUTSIDE, self._targets[index], what):
+                return call(*arguments)
         except Exception as error:
             raise self._failure(index, "", f"raised {type(error).__name__}: {error}") from error
         finally:

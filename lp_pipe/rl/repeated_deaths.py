@@ -4,6 +4,7 @@ import contextlib
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,11 @@ class RepeatedDeaths:
         """
         folder = Path(lp.context().run_dir) / "places"
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)
+        # All lives of a node in one launch have the same template process, or are threads of one process. The end of a
+        # whole program is no death of its nodes.
+        is_thread = threading.current_thread() is not threading.main_thread()
+        launch = os.getpid() if is_thread else os.getppid()
+        descriptor = os.open(folder / f"{name}-{launch}", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(descriptor, 2 * _PLACE.size)
             self._memory = mmap.mmap(descriptor, 2 * _PLACE.size)

@@ -30,6 +30,7 @@ _NAMES = {
     waits.RECEIVE: ("wait for data", "wait"),
     waits.SEND: ("wait for room", "wait"),
     waits.RANKS: ("reduction", "reduction"),
+    waits.OUTSIDE: ("{peer}", "outside"),
 }
 _WITH_WHAT = (waits.RECEIVE, waits.SEND, waits.RANKS, waits.DEBUGGER)
 

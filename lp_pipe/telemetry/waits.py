@@ -31,7 +31,8 @@ DEBUGGER = "debugger"  # the node's code waits at a debugger's prompt; `what` sa
 # A wait for other ranks: of a collective operation, or in torch.distributed, which is not recorded but detected
 # (`find_standstill`).
 RANKS = "ranks"
-WAITS = (CALL, RESOLVE, RECEIVE, SEND, RANKS)
+OUTSIDE = "outside"  # a call of something that is no node, such as an agent's environment, which should return soon
+WAITS = (CALL, RESOLVE, RECEIVE, SEND, RANKS, OUTSIDE)
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """A small experiment without torch, for tests: a bandit, whose learner keeps the mean reward of each action."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,21 @@ import lp_pipe.rl as rl
 gym = pytest.importorskip("gymnasium")
 
 
+def gone() -> Any:
+    raise OSError("gone")
+
+
 class Bandit(gym.Env):
-    """Pays for action 1; each episode has three steps, and `fault_at` is the step that fails."""
+    """Pays for action 1; each episode has three steps, and `fault_at` is the step that fails.
+
+    hit: what happens then; what it returns is the step's observation.
+    """
 
     observation_space = gym.spaces.Box(0, 9, (1,), np.float32)
     action_space = gym.spaces.Discrete(2)
 
-    def __init__(self, fault_at: int = -1) -> None:
-        self.fault_at, self.total = fault_at, 0
+    def __init__(self, fault_at: int = -1, hit: Callable[[], Any] = gone) -> None:
+        self.fault_at, self.hit, self.total = fault_at, hit, 0
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -27,9 +35,8 @@ class Bandit(gym.Env):
     def step(self, action: Any) -> Any:
         self.time += 1
         self.total += 1
-        if self.total == self.fault_at:
-            raise OSError("gone")
-        return self._observed(), float(action), self.time == 3, False, {}
+        observation = self.hit() if self.total == self.fault_at else self._observed()
+        return observation, float(action), self.time == 3, False, {}
 
     def _observed(self) -> Any:
         return self.np_random.random(1).astype(np.float32)

@@ -1,12 +1,19 @@
 """A distributed experiment has the result of one process, whatever the mode is and whatever dies."""
 
+import functools
+import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import lp_pipe as lp
 import lp_pipe.rl as rl
-from tests.rl.bandit import config
+from lp_pipe.rl.environment_loop import environment_seed
+from lp_pipe.testing import faults
+from tests.rl.bandit import Bandit, BanditBuilder, config, gone
+from tests.waiting import until
 
 WITHIN_S = 60.0
 
@@ -53,3 +60,133 @@ def test_an_experiment_ends_at_the_score(order: rl.Rounds | rl.Free, no_leaks: N
     assert found.score == 3.0 == found.curve[-1][1]
     if isinstance(order, rl.Rounds):
         assert_same(found, rl.run_experiment(experiment, 2))
+
+
+def make_faulty(fault_at: int, hit: Any, seed: int) -> Bandit:
+    """Return the second actor's environment with a fault, and others without."""
+    return Bandit(fault_at if seed == environment_seed(0, "environment", 1, 0) else -1, hit)
+
+
+def nan() -> Any:
+    return np.full(1, np.nan, dtype=np.float32)
+
+
+def wide() -> Any:
+    return np.zeros(2, dtype=np.float32)
+
+
+@pytest.mark.parametrize("order", [rl.Rounds(8), rl.Free()])
+@pytest.mark.parametrize(("hit", "leaf"), [(gone, "gone"), (nan, "observation"), (wide, "observation")])
+def test_an_environment_that_fails_is_a_short_error_of_its_actor(
+    hit: Any, leaf: str, order: rl.Rounds | rl.Free, no_leaks: None, tmp_path: Path
+) -> None:
+    experiment = config(environment_factory=functools.partial(make_faulty, 8, hit), order=order)
+    with pytest.raises(lp.NodeError) as caught:
+        run_distributed(experiment, 2, "thread", tmp_path)
+    error = caught.value
+    assert (error.label, error.index, error.type_name) == ("actor", 1, "EnvironmentFailed")
+    seed = environment_seed(0, "actor", 1, 2)
+    assert all(text in error.report for text in ("actor/1", "episode 2", "step 1", str(seed), leaf))
+    assert len(error.report.splitlines()) <= 15
+
+
+def test_an_environment_that_fails_is_made_anew_and_counted(no_leaks: None, tmp_path: Path) -> None:
+    make = functools.partial(make_faulty, 8, gone)
+    experiment = config(environment_factory=make, on_environment_error="restart")
+    found = run_distributed(experiment, 2, "thread", tmp_path)
+    assert found.counts["environment_restarts"] == 1 and found.counts["env_steps"] == 103
+    assert_same(found, rl.run_experiment(experiment, 2))
+
+
+class Buggy(BanditBuilder):
+    """A builder whose policies raise so many times, at a step of all actors."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def make_policy(self, network: Any, spec: rl.Spec, evaluation: bool) -> Any:
+        policy = super().make_policy(network, spec, evaluation)
+
+        def buggy(observations: Any, state: Any, generator: Any, counts: Any) -> Any:
+            if not evaluation and counts["actor_steps"] == 20 and self.times:
+                self.times -= 1
+                raise KeyError("a bug")
+            return policy(observations, state, generator, counts)
+
+        return buggy
+
+
+def test_an_actor_that_raises_once_is_started_again_and_one_that_raises_twice_fails(
+    no_leaks: None, tmp_path: Path
+) -> None:
+    found = run_distributed(config(Buggy(1)), 1, "thread", tmp_path / "once")
+    assert_same(found, rl.run_experiment(config(Buggy(0)), 1))
+    with pytest.raises(lp.NodeError) as caught:
+        run_distributed(config(Buggy(9)), 1, "thread", tmp_path / "twice")
+    assert (caught.value.label, caught.value.type_name) == ("actor", "DiesRepeatedly")
+    assert all(text in caught.value.report for text in ("round 3", "a bug"))
+
+
+def test_a_hanging_environment_is_named_in_the_report_of_hangs(no_leaks: None, tmp_path: Path) -> None:
+    waiting_s = 3.0
+    make = functools.partial(make_faulty, 8, lambda: (time.sleep(waiting_s), np.zeros(1, dtype=np.float32))[1])
+    program = rl.make_distributed_experiment(config(environment_factory=make), num_actors=2)
+    with lp.launch(program, mode="thread", run_dir=tmp_path, hang_after=0.5) as run:
+        log = tmp_path / "hangs.log"
+        until(lambda: log.exists() and "has waited" in log.read_text())
+        run.wait(WITHIN_S)
+    first = log.read_text().splitlines()[0]
+    assert all(
+        text in first for text in ("actor/1", "environment 0", "episode 2", str(environment_seed(0, "actor", 1, 2)))
+    )
+
+
+@pytest.mark.parametrize(
+    "pair", [("actor", "learner"), ("actor", "replay"), ("learner", "counter"), ("learner", "replay")]
+)
+def test_lost_connections_do_not_change_the_result(pair: tuple[str, str], no_leaks: None, tmp_path: Path) -> None:
+    experiment = config(max_num_actor_steps=403, checkpoint_every=20)
+    with faults.enabled():
+        program = rl.make_distributed_experiment(experiment, num_actors=2)
+        with lp.launch(program, mode="thread", run_dir=tmp_path) as run:
+            counter = run.client("counter")
+            for moment in (60, 200):
+                until(lambda moment=moment: counter.get().get("env_steps", 0) >= moment)
+                faults.cut(run, *pair)
+            run.wait(WITHIN_S)
+    assert_same(rl.load(tmp_path), rl.run_experiment(experiment, 2))
+
+
+class SlowBandit(Bandit):
+    """Takes its time, so that a test can kill nodes meanwhile."""
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.01)
+        return super().step(action)
+
+
+def make_slow(seed: int) -> Bandit:
+    return SlowBandit()
+
+
+def test_killed_nodes_do_not_change_the_result(no_leaks: None, tmp_path: Path) -> None:
+    experiment = config(max_num_actor_steps=403, checkpoint_every=20, environment_factory=make_slow, envs_per_actor=3)
+    program = rl.make_distributed_experiment(experiment, num_actors=2)
+    with lp.launch(program, mode="process", run_dir=tmp_path) as run:
+        counter = run.client("counter")
+        for moment, node in ((60, ("actor", 1)), (120, "learner"), (200, "replay")):
+            until(lambda moment=moment: _env_steps(counter) >= moment)
+            faults.kill(run, node)
+        run.wait(WITHIN_S)
+    found = rl.load(tmp_path)
+    assert found.counts["env_steps"] == found.counts["inserts"] == 403
+    quick = config(max_num_actor_steps=403, checkpoint_every=20, envs_per_actor=3)
+    assert_same(found, rl.run_experiment(quick, 2))
+
+
+def _env_steps(counter: Any) -> int:
+    try:
+        return int(counter.get().get("env_steps", 0))
+    except lp.Unavailable:
+        return 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lp_pipe.launch.hangs.wait_graph import ThreadActivities, Wait, WaitGraph, threads_of
 from lp_pipe.launch.supervision.messages import View
 from lp_pipe.telemetry.names import name_list
-from lp_pipe.telemetry.waits import CALL, DEBUGGER, HANDLER, RANKS, RECEIVE, RESOLVE, SEND, Activity
+from lp_pipe.telemetry.waits import CALL, DEBUGGER, HANDLER, OUTSIDE, RANKS, RECEIVE, RESOLVE, SEND, Activity
 
 ENDED = ("finished", "failed", "stopped")
 _SHOWN_RANKS = 4
@@ -28,6 +28,8 @@ def wait_text(graph: WaitGraph, wait: Wait, others: Sequence[Wait]) -> str:
         )
     if wait.activity.kind == RANKS:
         return f"{text}; {_other_ranks_text(graph, wait)}"
+    if wait.activity.kind == OUTSIDE:
+        return text
     return f"{text}; {owner_text(graph, wait.activity)}"
 
 
@@ -160,6 +162,8 @@ def _object(graph: WaitGraph, activity: Activity) -> str:
         return f"{activity.peer} to join {activity.what}"
     if activity.kind == RANKS:
         return f"other ranks, in torch's {activity.what}" if activity.what else "something outside of lp_pipe"
+    if activity.kind == OUTSIDE:
+        return f"{activity.peer} to return from {activity.what}"
     name = _name(graph, activity)
     if activity.kind == CALL:
         return f"a reply of {name}.{activity.what}()"
