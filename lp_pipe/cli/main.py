@@ -20,6 +20,7 @@ from lp_pipe.private_python import options_of
 COMMANDS = (
     *("launch", "graph", "schedule", "profile", "partition", "checkpoint", "experiment"),
     *("ui", "status", "logs", "stacks", "trace", "plot", "stop", "attach", "ps", "runs", "clean", "doctor", "agent"),
+    "completion",
 )
 _WITH_PROGRAM_FLAGS = ("launch", "graph", "profile", "experiment")
 _LIKE_AN_OPTION = 0.75  # --mdoe is similar to --mode, but a program's own --stages is not similar to --hosts
@@ -86,7 +87,7 @@ def _parse(own: list[str], program_flags: list[str]) -> argparse.Namespace:
     command = own[0] if own and not own[0].startswith("-") else None
     if command and command not in COMMANDS:
         raise UsageError(f"no command {command!r}{nearest(command, COMMANDS)} (commands: {', '.join(COMMANDS)})")
-    parser, options = _parser([command] if command else COMMANDS)
+    parser, options = make_parser([command] if command else COMMANDS)
     arguments, unknown = parser.parse_known_args(own)
     if unknown:
         raise UsageError(_unknown(command, unknown, options))
@@ -130,7 +131,7 @@ class _CommandParser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
-def _parser(described: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
+def make_parser(described: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
     """Return a parser for these commands, and the names of all their options."""
     parser = _CommandParser(
         prog="lp_pipe",
