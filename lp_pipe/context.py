@@ -61,7 +61,7 @@ class NodeServices(Protocol):
         """Return whether the server that is about to listen at `address` lacks the state that it had there."""
 
     def new_endpoint(self) -> str:
-        """Return an endpoint at which this node may listen, and that only those know whom it tells."""
+        """Return an endpoint at which this node may listen, and that is known only where it is told."""
 
     def meet(self, group: str, generation: int, endpoint: bytes) -> "Future[Membership]":
         """Return the members of this node's group, once all its live nodes have asked to meet.

@@ -25,7 +25,7 @@ class Membership:
         return len(self.members)
 
     def of_subgroup(self, ranks: Sequence[int]) -> "Membership":
-        """Return the members with these ranks, of whom this node is one, with endpoints that no other group has."""
+        """Return the members with these ranks, this node among them, with endpoints that no other group has."""
         name = f"subgroup {list(ranks)}"
         return Membership(
             f"{self.group}, {name}",

@@ -371,7 +371,7 @@ def is_pipe_split(operation: Any) -> bool:
 
 
 def function_behind(node: Any) -> type[torch.autograd.Function] | None:
-    """Return the class whose backward a node of the graph runs. Lost, or if it is torch's own in C++: None."""
+    """Return the class with the backward that a node of the graph runs. Lost, or if it is torch's own in C++: None."""
     return getattr(node, "_forward_cls", None)
 
 

@@ -6,7 +6,7 @@
       its secret               ◄─────── gloo ────────►  its secret
 
 gloo's own connection is not encrypted, and its listener accepts the first connection. So each end proves by its secret
-that it is the one that sent the notes. This does not keep out an attacker who can read or change the network's traffic.
+that it is the one that sent the notes. This keeps out no attacker that can read or change the network's traffic.
 """
 
 import contextlib

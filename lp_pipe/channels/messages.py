@@ -24,7 +24,7 @@ from lp_pipe.connections import Frame, frames
 
 _TAG = struct.Struct("<q")
 
-WAKE_UP = Frame(frames.CHANNEL_NOTE)  # wakes the end that waits for the queue, whose transports have no notes
+WAKE_UP = Frame(frames.CHANNEL_NOTE)  # wakes the end that waits for the queue, where transports have no notes
 AS_FRAME = -1  # in the queue, in place of a token: the message comes as a frame
 
 

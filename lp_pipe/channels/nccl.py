@@ -301,7 +301,7 @@ class _NcclRankReceiver(RankReceiver):
     def __init__(self, backend: NcclBackend) -> None:
         super().__init__(backend)
         self._announced: dict[int, tuple[int, PendingMemory]] = {}
-        self._is_ready: set[int] = set()  # tokens whose header is still to come
+        self._is_ready: set[int] = set()  # tokens that came before their headers
 
     def accept(self, token: int, buffers: Sequence[Any]) -> PendingMemory | None:
         (size,) = SIZE.unpack_from(buffers[0])

@@ -1,4 +1,4 @@
-"""A connection whose frames a thread of its own sends, so that a stage computes while its values travel."""
+"""A connection with a thread of its own that sends its frames, so that a stage computes while its values travel."""
 
 import threading
 from queue import SimpleQueue

@@ -1,4 +1,4 @@
-"""A condition variable whose waiting thread reads the channel's connection itself.
+"""A condition variable: the thread that waits reads the channel's connection itself.
 
 That saves a hop between threads for every message.
 """

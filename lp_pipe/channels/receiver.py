@@ -34,7 +34,7 @@ class Receiver:
         self._transport: TransportReceiver | None = None
         self._queue: ShmQueue | None = None
         self._unreturned = 0  # credits that will go back together
-        self._framed: deque[Frame] = deque()  # messages whose entries in the queue are still to come
+        self._framed: deque[Frame] = deque()  # messages that come before their entries in the queue
         self._layout: _PackedLayout | None = None
         self._state = threading.Condition(threading.Lock())
         self._reading = ReadingCondition(self._state)

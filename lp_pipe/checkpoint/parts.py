@@ -30,7 +30,7 @@ class SavesItself(Protocol):
 
 
 class Recoverable(Protocol):
-    """What can go back to a checkpoint after the death of a node, as a pipeline can."""
+    """An object that can go back to a checkpoint after the death of a node, as a pipeline can."""
 
     def current_step(self) -> int:
         """Return how many steps are done."""

@@ -155,7 +155,7 @@ def how_ended(record: RunRecord) -> str:
 
 
 def no_runs(beginning: str = "") -> UsageError:
-    """Return the error that no run is live; it names the newest run in ./runs whose name begins with `beginning`."""
+    """Return the error that no run is live; it names the newest run in ./runs with this beginning of its name."""
     named = (file for file in FOLDER.glob(f"*/{_RECORD}") if file.parent.name.startswith(beginning))
     ended = max(named, key=_changed, default=None)
     logs = f"; the newest that has ended: lp_pipe logs {shlex.quote(str(ended.parent))}" if ended else ""

@@ -260,7 +260,7 @@ class RunPage:
 
     def __init__(self, run_dir: Path) -> None:
         command = [sys.executable, "-m", "lp_pipe", "ui", str(run_dir), "--until-stdin-ends"]
-        # In a session of its own: Ctrl+C stops the run, whose end the page shows.
+        # In a session of its own: Ctrl+C stops the run, and the page shows its end.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
         )

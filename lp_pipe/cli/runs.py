@@ -1,4 +1,4 @@
-"""`lp_pipe runs`: list the runs whose folders are here, and how each has ended."""
+"""`lp_pipe runs`: list the runs with folders here, and how each has ended."""
 
 import argparse
 import json

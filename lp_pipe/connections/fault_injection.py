@@ -19,7 +19,7 @@ from lp_pipe.context import current_context
 from lp_pipe.errors import Unavailable
 from lp_pipe.protos import supervision_pb2 as wire
 
-VARIABLE = "LP_PIPE_FAULTS"  # set in the environment of nodes whose connections can be made to misbehave
+VARIABLE = "LP_PIPE_FAULTS"  # set in the environment of nodes with connections that can be made to misbehave
 LAUNCHER = ""
 
 

@@ -19,7 +19,7 @@ from lp_pipe.errors import Unauthenticated, Unavailable
 
 SERVICE, METHOD = "lp_pipe.ConnectionService", "Connect"
 # A client sends a random number and a proof that it knows the token; the listener's welcome is a proof too. The token
-# itself is never sent: another user may be listening at a port whose listener has ended. Each proof is for one port, or
+# itself is never sent: another user may listen at a port after its listener has ended. Each proof is for one port, or
 # that user could pass a client's proof on to another listener of the run.
 NONCE, SHOWN, WELCOME = "lp-pipe-nonce", "lp-pipe-shown", "lp-pipe-welcome"
 SILENCE_S = 10.0

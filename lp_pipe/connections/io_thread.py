@@ -1,6 +1,6 @@
 """The thread of a process that waits, for all connections and calls, for times and for peers that have closed.
 
-Connections whose replies a thread waits for are read by that thread (rpc/reply_reader.py). So this one waits for their
+A connection is read by the thread that waits for its reply (rpc/reply_reader.py). So this one waits for their
 ends only, and not for what they bring.
 """
 

@@ -19,7 +19,7 @@ def scheme_of(transport: str) -> str:
 
 
 def carrier_of(endpoint: str) -> ModuleType:
-    """Return the module whose `connect` and `listen` take this TCP endpoint and a run's credentials."""
+    """Return the module with the `connect` and `listen` that take this TCP endpoint and a run's credentials."""
     if endpoint.startswith(tcp_endpoint.TLS):
         from lp_pipe.connections import tls  # ssl is of no use to most processes
 

@@ -123,7 +123,7 @@ class ControlPoint:
         self._sources = threading.Thread(target=self._record_sources, name="record of the run", daemon=True)
 
     def begin(self) -> None:
-        """Begin the events and write the graph; called before the host starts, whose nodes have events, too."""
+        """Begin the events and write the graph; called before the host starts, because its nodes have events, too."""
         self._events.write("start", program=self._program.name, mode=self._mode, pid=os.getpid())
         self._coordinator.keep_events(self._events)
         with contextlib.suppress(OSError):  # the graph only documents the run: no reason to end it

@@ -1,4 +1,4 @@
-"""What has gone along each edge of a running program, from the counters of its processes."""
+"""The traffic along each edge of a running program, from the counters of its processes."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple

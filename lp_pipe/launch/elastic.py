@@ -267,7 +267,7 @@ class ElasticRun:
         return is_growing
 
     def _forget_survived_losses(self) -> None:
-        """Forget losses of spare hosts, and of hosts whose nodes run elsewhere: later failures have other causes."""
+        """Forget losses of spare hosts, and of hosts without nodes by now: later failures have other causes."""
         losses = self._hosts.losses
         if losses != self._losses and time.monotonic() - self._hosts.lost_at > _ECHO_S:
             states = {row["state"] for rows in self._run.status().values() for row in rows}

@@ -77,7 +77,7 @@ class Host(ABC):
 
     @abstractmethod
     def dying(self) -> Mapping[str, int]:
-        """Return the pids, by node_id, of the processes that have ended and whose ends were not reported yet."""
+        """Return the pids, by node_id, of the processes that have ended without a report so far."""
 
     @abstractmethod
     def look(self, old_s: float) -> list[View]:

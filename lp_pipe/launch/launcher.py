@@ -71,7 +71,7 @@ def launch(program: Program, options: _RunOptions) -> Run:
     metrics_sinks: called with every MetricsRecord that a node logs: those of `lp.sinks`, or any functions. Each has a
         thread and a queue of 10,000; what a slow or failing one leaves out is counted, and said at the end.
     listed: whether `lp_pipe ps`, `status`, `stop`, `stacks` find it from another terminal; default: unless mode is
-        "thread", whose programs are mostly unit tests (1 ms each, 5 ms when listed).
+        "thread": its programs are mostly unit tests (1 ms each, 5 ms when listed).
     hang_after: seconds from which on a node's wait for another one (its server, a reply, a channel) is reported, in
         the log and in the run's hangs.log, with what that one does; deadlocks are named. None: never. The program
         goes on in any case.

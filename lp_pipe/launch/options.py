@@ -83,7 +83,7 @@ def with_keywords(
 ) -> Callable[[Callable[[Subject, Options], Result]], Callable[Concatenate[Subject, Given], Result]]:
     """Return a decorator for a function of a subject and its options: it then takes the options as its own arguments.
 
-    options: the class of the options, whose constructor checks them.
+    options: the class of the options; its constructor checks them.
     """
 
     def decorate(function: Callable[[Subject, Options], Result]) -> Callable[Concatenate[Subject, Given], Result]:

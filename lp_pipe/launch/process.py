@@ -103,7 +103,7 @@ class ProcessHost(Host):
         self._preload = preload
         self._orphan_s = orphan_s
         self._streams: dict[str, NodeLink] = {}
-        self._pids: dict[str, int] = {}  # by node_id: of processes whose ends were not reported
+        self._pids: dict[str, int] = {}  # by node_id: of processes without a reported end
         self._ends: dict[str, str] = {}  # by node_id: how its last process ended, if it reported nothing
         self._told_to_stop: set[str] = set()  # by node_id: of the current processes
         self._faults = InjectedFaults()

@@ -224,7 +224,7 @@ class Run:
         return self._coordinator.status()
 
     def watch(self, since: float | None = None) -> Iterator[dict[str, Any]]:
-        """Yield what is new until the run is over: dicts whose "kind" is states, event, metrics, live or end.
+        """Yield what is new until the run is over: dicts with the "kind" states, event, metrics, live or end.
 
         states: the rows of `status` that have changed, by node; at first all. event and metrics: what is appended to
         events.jsonl and metrics.jsonl. live: long waits, and the traffic along each edge, once a second. end: the last.

@@ -20,7 +20,7 @@ _LAUNCHER = "launcher"
 
 
 class TraceEnd(NamedTuple):
-    """What is in a trace. num_left_out: spans for which there was no room."""
+    """The contents of a trace. num_left_out: spans for which there was no room."""
 
     num_steps: int
     seconds: float
@@ -36,7 +36,7 @@ class Tracer:
         self._changed = threading.Condition()
         self._file: TraceFile | None = None
         self._began = 0.0
-        self._to_come: set[str] = set()  # nodes whose last spans are still to come
+        self._to_come: set[str] = set()  # nodes that have not sent their last spans
         self._offsets: dict[str, float] = {}  # by host
 
     def begin(self, path: Path) -> None:

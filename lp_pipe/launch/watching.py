@@ -1,6 +1,6 @@
 """A stream of what is new in a live run: states, events, metrics, waits and traffic.
 
-It is a generator, so nothing of it runs in the launcher while nobody watches.
+It is a generator, so nothing of it runs in the launcher unless a client watches.
 """
 
 import time

@@ -31,7 +31,7 @@ class CheckReport:
 
     All fields but `equal` and `steps` say where the first difference is; None if there is none.
 
-    layer: index of the layer whose output differs, although its inputs are equal (`microbatch` says in which). None and
+    layer: index of the layer that has another output from equal inputs (`microbatch` says in which). None and
         a `name`: all outputs are equal, but this parameter or buffer is not after the step (None again: the loss).
     max_difference: the largest absolute difference; infinite between other shapes.
     """

@@ -83,7 +83,7 @@ def add_pipeline(
         default: what the plan says of each stage, or "none".
     precision: of layers and loss, which compute under torch.autocast; parameters stay as they are: "fp32", "bf16", or
         "fp16", whose losses are scaled as torch.amp.GradScaler does it.
-    on_nan: what to do with a step whose loss or gradients are not finite: "ignore" (no check), "stop" with a
+    on_nan: what to do with a step with a loss or gradient that is not finite: "ignore" (no check), "stop" with a
         NonFiniteError that names the layer, or "skip": leave out its update, and say why in `StepResult.why_skipped`.
     checks: when to look for misuse that would train silently wrong, such as a layer that writes to what it got: in the
         "first_step", and the first evaluation, of each process; or "always", which makes steps slower.
@@ -246,7 +246,7 @@ def _check_zero(config: PipelineConfig, offload: Any) -> None:
 
 
 def _owners(model: Model, tied: Sequence[Names]) -> set[int]:
-    """Return the layers whose parameters decide the initial values of those tied to them.
+    """Return the layers that decide the initial values of parameters tied to theirs.
 
     Parameters that are already one object need no such layer.
     """

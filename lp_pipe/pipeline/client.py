@@ -41,7 +41,7 @@ class PipelineClient:
     """
 
     def __init__(self, conductor: CourierClient, steps_ahead: int = 0) -> None:
-        """steps_ahead: how many steps may be under way beside the one whose result is awaited."""
+        """steps_ahead: how many steps may be under way beside the awaited one."""
         self._client = conductor
         self._conductor = cast("Conductor", conductor)  # for mypy: each call is one of a method of that class
         self.steps_ahead = steps_ahead

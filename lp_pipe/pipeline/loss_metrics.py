@@ -19,7 +19,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """A metric whose largest value stays (a number, or a tensor, element by element)."""
+    """A metric that keeps its largest value (a number, or a tensor, element by element)."""
 
     value: Any
 

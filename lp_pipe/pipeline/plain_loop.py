@@ -30,8 +30,8 @@ class PlainLoop:
 
     replicas_by_layer: gradients are summed in so many parts, micro-batch j in part j mod r; then the parts are summed,
         in order. Buffers written in a step belong to a part, too; after the step all have those of part 0.
-    on_nan: "skip" leaves out the update of a step whose loss or gradients are not finite, and what its forwards have
-        written; only the learning rate advances.
+    on_nan: "skip" leaves out the update of a step with a loss or gradient that is not finite, and what its forwards
+        have written; only the learning rate advances.
     """
 
     def __init__(

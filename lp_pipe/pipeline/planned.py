@@ -155,7 +155,7 @@ class PlanInPlace:
         return [group for one, group in self.pipelines if one is program]
 
     def check(self, program: Program) -> None:
-        """Refuse a finished program none of whose pipelines has taken the plan.
+        """Refuse a finished program if no pipeline of it has taken the plan.
 
         Raises:
             PartitionError: the program has no pipeline, or none in the plan's group.

@@ -223,7 +223,7 @@ class SearchNonFinite(Command[Report]):
 class TrainAsync(Command[Report]):
     """Run one step of an asynchronous schedule, with its updates.
 
-    following: the next step, whose first forwards are done on the way. after: the tag of the step before; 0: none.
+    following: the next step; its first forwards are done on the way. after: the tag of the step before; 0: none.
     """
 
     task: StepTask
@@ -377,7 +377,7 @@ class GetStateNames(Command[list[str]]):
 
 @dataclass(frozen=True)
 class FindLoadable(Command[set[str]]):
-    """Return those of the names whose tensors have another shape than here, and which `LoadState` takes even so."""
+    """Return the names of tensors that have another shape than here, and which `LoadState` takes even so."""
 
     state: dict[str, Tensor]
 
@@ -497,7 +497,7 @@ class KeepMirror(Command[None]):
 
 @dataclass(frozen=True)
 class ListMirrors(Command[dict[int, list[int]]]):
-    """Tell the steps of which this worker holds mirrors, by the rank whose state they are."""
+    """Tell the steps of which this worker holds mirrors, by the rank that they are a state of."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Servers whose state may go back to a checkpoint: their callers must notice, and begin anew with the others.
+"""Servers that may go back to a checkpoint: their callers must notice, and begin anew with the others.
 
 The node that drives the others opens all servers with the name of a *generation*. When a node has died, it opens them
 again with an earlier state and a new name. Calls for an older generation are refused; their callers join the new one.

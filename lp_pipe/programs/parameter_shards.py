@@ -81,7 +81,7 @@ _MAX_CUTS = 2  # states kept for a slow evaluator; workers wait while there are 
 class ParameterShard(GenerationServer):
     """The base of both kinds of server. Workers wait until it is opened.
 
-    cuts: versions whose state is kept until `take` asks for it.
+    cuts: versions to keep the state of, until `take` asks for it.
 
     Raises (every call with a generation): StaleGeneration: the generation is over, or the program stops.
     """

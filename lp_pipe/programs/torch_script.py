@@ -92,7 +92,7 @@ class Rank:
 
 
 def make_program(script: Script, num_per_host: int, num_hosts: int = 1) -> lp.Program:
-    """Return a program of num_per_host * num_hosts ranks; it needs a mode whose nodes are processes.
+    """Return a program of num_per_host * num_hosts ranks; it needs a mode with processes.
 
     Each rank has OMP_NUM_THREADS threads, or 1 if that is not set. It sees all GPUs of its host and uses the one with
     the number LOCAL_RANK, as under torchrun.

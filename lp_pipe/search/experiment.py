@@ -28,7 +28,7 @@ from lp_pipe.search.trial import Trial, TrialSlot
 
 @dataclass(frozen=True)
 class _Definition:
-    """What makes an experiment the same one when it is launched again."""
+    """The facts by which an experiment is the same one when it is launched again."""
 
     searcher: Searcher
     space: str
@@ -39,7 +39,7 @@ class _Definition:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What a fork needs to run a trial of the experiment again."""
+    """The parts that a fork needs to run a trial of the experiment again."""
 
     trial: Callable[[Trial], Any]
     seed: int
@@ -199,7 +199,7 @@ class ChangedDecision(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One reported number. time: seconds since the epoch."""
+    """A reported number. time: seconds since the epoch."""
 
     trial: int
     step: int
@@ -210,7 +210,7 @@ class Row(NamedTuple):
 
 
 class Experiment:
-    """What is committed of an experiment; it may be running. Every method reads the file anew."""
+    """The committed part of an experiment, which may be running. Every method reads the file anew."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -235,7 +235,7 @@ class Experiment:
         return {trial: sorted(curve) for trial, curve in sorted(curves.items())}
 
     def trials(self) -> list[TrialSummary]:
-        """Return every trial that has started, by id. A trial whose run has ended is not running, but waiting."""
+        """Return every trial that has started, by id. After the end of its run a trial is not running, but waiting."""
         searcher = self._definition.searcher
         is_live = ExperimentFolder(self.folder).owner() is not None
         with closing(Reading(self.folder, searcher.metric)) as reading:

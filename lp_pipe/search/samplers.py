@@ -16,7 +16,7 @@ _NAMES = ("random", "tpe", "cmaes")
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a sampler has drawn for one trial, and what it keeps with the trial for later ones.
+    """The draw of a sampler for one trial, and what it keeps with the trial for later ones.
 
     values: by dotted name; of a choice, the number of the option.
     """

@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 
 
 class AllTrialsFailed(Unrecoverable):
-    """No trial of the experiment has finished, and none is left to run."""
+    """An experiment in which no trial has finished, and none is left to run."""
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay on the disk: those that any of the three numbers keeps.
+    """The checkpoints that stay on the disk: those that any of the three numbers keeps.
 
     experiment_best: the checkpoints of the so many best reports of all. trial_best, trial_latest: of each trial. The
         newest checkpoint of a trial that may go on always stays.
@@ -89,7 +89,7 @@ class Directive:
 class SearcherNode:
     """The node that alone writes the experiment's store. Its decisions follow from the committed rows.
 
-    Every call may be sent twice: a caller whose reply is lost calls again.
+    Every call may be sent twice: a caller that gets no reply calls again.
     """
 
     def __init__(self, settings: ExperimentSettings, own_client: Any) -> None:
@@ -223,7 +223,7 @@ class SearcherNode:
         return "pausing" if self._running() else "paused"
 
     async def kill(self, trial: int | None = None) -> None:
-        """End one trial for good, or the whole experiment, whose program then stops.
+        """End one trial for good, or the whole experiment; then its program stops.
 
         Raises:
             KeyError: the trial has not started.

@@ -18,7 +18,7 @@ _MAX_RUNGS = 5
 
 @dataclass(frozen=True)
 class TrialRows:
-    """What is committed of one trial.
+    """The committed part of one trial.
 
     values: of the searcher's metric, by step. step: the newest with a row, of any metric.
     outcome: how its own code ended: "" while it has not, "finished" if it returned before its last step, "failed", or
@@ -127,7 +127,7 @@ class _EachToItsEnd:
 
 @dataclass(frozen=True)
 class Single(_EachToItsEnd):
-    """One trial. It runs to `max_steps`, or until its code returns."""
+    """A single trial. It runs to `max_steps`, or until its code returns."""
 
     max_steps: int | None = None
     metric: str | None = None
@@ -165,7 +165,7 @@ class Random(_EachToItsEnd):
 
 @dataclass(frozen=True)
 class Grid(_EachToItsEnd):
-    """One trial for each combination of the values in the space, each to `max_steps`."""
+    """A trial for each combination of the values in the space, each to `max_steps`."""
 
     metric: str
     max_steps: int

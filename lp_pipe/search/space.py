@@ -25,7 +25,7 @@ class UniformRange:
 
 @dataclass(frozen=True)
 class LogRange:
-    """A positive real number between `low` and `high`, whose logarithm is uniform."""
+    """A positive real number between `low` and `high` with a uniform logarithm."""
 
     low: float
     high: float
@@ -52,7 +52,7 @@ class IntegerRange:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of some values, each equally likely."""
+    """A choice among some values, each equally likely."""
 
     options: tuple[Any, ...]
 

@@ -80,12 +80,12 @@ class ExperimentIsLive(Unrecoverable):
 
 
 class StaleAttempt(LpPipeError, RuntimeError):
-    """A report of an attempt whose trial was given to another slot meanwhile; nothing of it was stored."""
+    """A report of a trial that was given to another slot meanwhile; nothing of it was stored."""
 
 
 @dataclass
 class TrialRecord:
-    """What is known of one trial.
+    """The knowledge of one trial.
 
     step: the newest one that its present attempt has reported, or may start from. newest: the last step that has rows,
         of any attempt. deaths: of its slots, since the last row. slot: the one that runs it now.
@@ -339,7 +339,7 @@ class Store(Reading):
         record.slot, record.deaths = None, record.deaths + 1
 
     def of(self, trial: int, attempt: int) -> TrialRecord:
-        """Return the record of the trial, whose attempt must be this one and be running.
+        """Return the record of the trial; its attempt must be this one and be running.
 
         Raises:
             StaleAttempt: it is not.

@@ -28,11 +28,11 @@ _PAUSE_S = 0.05  # before a call that failed is sent again
 
 
 class InvalidParams(Exception):
-    """Raised by a trial whose parameters cannot be tried: it is not counted, and another one is drawn."""
+    """Raised by a trial that cannot try its parameters: it is not counted, and another one is drawn."""
 
 
 class Trial:
-    """One trial: its parameters, and its connection to the searcher.
+    """A trial: its parameters, and its connection to the searcher.
 
     id: from 0. params: nested as the space. seed: of this trial, the same in every attempt. attempt: from 1, one more
     at each start. folder: for files of its own, the same in every attempt.
@@ -273,7 +273,7 @@ class _PrintedLines:
 
 
 class _Tee:
-    """A stream whose texts are looked at. Everything else is the stream's own."""
+    """A stream that shows its texts to the patterns. Everything else is the stream's own."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream

@@ -11,7 +11,7 @@ from lp_pipe.context import NodeServices, current_context
 
 
 class EdgeCounter:
-    """What one node of this process has sent to another since it started."""
+    """The traffic that one node of this process has sent to another since it started."""
 
     __slots__ = ("bytes_sent", "number")
 

@@ -33,7 +33,7 @@ Sink = Callable[[MetricsRecord], object]
 
 @dataclass(frozen=True)
 class SinkRun:
-    """What a sink is told of the run. argv: the command that launched it; flags: those of the program itself."""
+    """The facts of a run that a sink is told. argv: the command that launched it; flags: those of the program."""
 
     folder: RunFolder = field(default_factory=lambda: RunFolder(Path()))
     program: str = ""

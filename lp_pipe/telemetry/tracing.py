@@ -36,7 +36,7 @@ _WITH_WHAT = (waits.RECEIVE, waits.SEND, waits.RANKS, waits.DEBUGGER)
 
 
 class TraceSpan(NamedTuple):
-    """What a thread did from `start` to `end` (time.monotonic).
+    """An action of a thread from `start` to `end` (time.monotonic).
 
     flow: of a transfer, the name that the two ends of it share.
     """

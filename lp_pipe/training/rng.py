@@ -78,7 +78,7 @@ class step_rng:  # a class: contextlib.contextmanager would double the cost
 
 
 class PausableRng:
-    """As `step_rng`, for a body that waits for other threads of this process, which may draw while it is paused."""
+    """A `step_rng` for a body that waits for other threads of this process, which may draw while it is paused."""
 
     def __init__(self, seed: int, layer: int, step: int, microbatch: int) -> None:
         self._seeded = _SeededGenerators(b"step" + _STEP.pack(seed, layer, step, microbatch))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 _WARM_UP = 3  # steps that are always slow: memory is allocated, kernels are chosen
-_WINDOW = 15  # steps whose median counts, so that a few slow ones do not
+_WINDOW = 15  # steps; their median counts, so that a few slow ones do not
 _EVERY = 5  # steps between two looks
 _SLOW, _WELL_AGAIN = 2.0, 1.5
 _NOISE_S = 1e-3  # smaller differences from the expected time do not matter

@@ -25,7 +25,7 @@ _NO_PLACE: frozenset[BufferPlace] = frozenset()
 
 
 class WritePolicy(enum.Enum):
-    """What becomes of a write to a tensor by a forward.
+    """The fate of a write to a tensor by a forward.
 
     COPY: the write stays, and `separate` gives the next forward another tensor to write to.
     UNDO: the write stays, and `undo` restores the value that the tensor had at `begin`.

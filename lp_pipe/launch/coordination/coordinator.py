@@ -400,7 +400,7 @@ class Coordinator:
     def settled_failure(self, dying: Mapping[str, int]) -> NodeError | None:
         """Return the first failure, but wait for its cause while there is only a consequence of another one.
 
-        dying: pids by node_id of processes whose ends are not reported yet; wait for these, too.
+        dying: pids by node_id of processes that have ended without a report so far; wait for these, too.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._lifecycles.are_settled(dying), 2 * ECHO_PATIENCE_S)

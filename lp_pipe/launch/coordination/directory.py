@@ -25,7 +25,7 @@ class Settlement(NamedTuple):
 
 
 class SettlingLock:
-    """The lock of a state for whose changes threads wait, and on whose changes futures depend.
+    """The lock of a state. Threads wait for its changes, and futures depend on them.
 
     settled_by_change: called after each change, with the lock held; returns the futures that the change settles.
     """
@@ -64,7 +64,7 @@ class Directory:
         self._endpoints: dict[str, str] = {}
         self._waiting: dict[str, list[Future[str]]] = {}
         self._have_served: set[str] = set()
-        self._watched: set[str] = set()  # addresses whose servers hold state of a checkpoint
+        self._watched: set[str] = set()  # addresses of servers that hold state of a checkpoint
         self._watchers: list[tuple[frozenset[str], Future[str]]] = []
 
     def register(self, address: str, endpoint: str) -> list[Settlement]:

@@ -187,7 +187,7 @@ class NodeGroup:
             return [], 0.0
         self.is_restarting = False
         for part in self.parts:
-            part.become(NodeState.RESTARTING)  # also one whose own restart had been given up
+            part.become(NodeState.RESTARTING)  # also after its own restart had been given up
             part.retries_left, part.backoff = part.spec.retries, Backoff()
         return self.parts, self.backoff.wait_s
 

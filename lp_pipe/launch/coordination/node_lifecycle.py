@@ -11,7 +11,7 @@ from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.supervision.lifecycle import NodeState
 from lp_pipe.launch.supervision.messages import Failure
 
-# An Unavailable is mostly the echo of another node's death, whose news may come a moment later: wait so long for it.
+# An Unavailable is mostly the echo of another node's death. News of it may come a moment later: wait so long for it.
 # A killed process is reported after 1 s at the latest (its last frames, its last lines).
 ECHO_PATIENCE_S = 2.0
 
@@ -52,7 +52,7 @@ class FirstFailure:
         return False
 
     def settle(self, is_final: bool = False) -> bool:
-        """Take a consequence whose cause did not show up in time as the first failure; return whether that happened."""
+        """Take a consequence as the first failure if its cause did not show up in time; return whether it did."""
         if self._echo is None or self.first is not None:
             return False
         when, spec, failure = self._echo

@@ -72,7 +72,7 @@ class Joining:
 
 
 def check_versions(host: str, theirs: Versions, ours: Versions, needs_torch: bool) -> None:
-    """Refuse an agent whose nodes would not understand ours.
+    """Refuse an agent if its nodes would not understand ours.
 
     needs_torch: the launcher has loaded it, so its nodes will want it.
 

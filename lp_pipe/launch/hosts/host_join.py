@@ -240,7 +240,7 @@ class HostJoin:
             self._changed.notify_all()
 
     def lost(self, agent: RemoteAgent, reason: str) -> None:
-        """Report the loss of an agent that had joined and whose connection has ended."""
+        """Report the loss of an agent that had joined, after the end of its connection."""
         if self._is_over.is_set():
             return
         self._lost.add(agent.name)

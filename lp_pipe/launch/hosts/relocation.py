@@ -140,7 +140,7 @@ class Relocation:
         timer.start()
 
     def _unfence(self, when: float, node_ids: Sequence[str], failure: Failure) -> None:
-        with self._lock:  # a node whose new host is lost as well may still run on its first host
+        with self._lock:  # if its new host is lost as well, a node may still run on its first host
             fenced = [node_id for node_id in node_ids if self._fenced.get(node_id, math.inf) <= when]
         for node_id in fenced:
             self._coordinator.node_ended(node_id, failure)  # has no effect unless the node was told to start meanwhile

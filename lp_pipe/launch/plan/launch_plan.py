@@ -171,7 +171,7 @@ def expand(spec: NodeSpec) -> list[NodeSpec]:
     """
     parts = list(_parts(spec))
     owners = {address.id: parts[0].node_id for address in spec.node.addresses}
-    for part in parts:  # inner nodes come after the one around them, whose addresses include theirs
+    for part in parts:  # inner nodes come after the one around them: its addresses include theirs
         owners.update({address.id: part.node_id for address in part.node.addresses})
     return [
         dataclasses.replace(part, addresses=tuple(id for id, owner in owners.items() if owner == part.node_id))

@@ -251,7 +251,7 @@ class Template:
 
 
 class WarmTemplates:
-    """Templates whose runs have ended. Each is kept for another run, which need not wait until torch is imported."""
+    """Templates of ended runs. Each is kept for another run, which need not wait until torch is imported."""
 
     def __init__(self) -> None:
         self._idle: list[Template] = []

@@ -56,7 +56,7 @@ class View(NamedTuple):
 
     activities: thread by thread, the outermost of each first.
     positions: where its stage workers are in their schedules, in words.
-    node: the process's node_id; "" for the launcher's own process, whose threads may be of many nodes.
+    node: the process's node_id; "" for the launcher's own process, with threads of perhaps many nodes.
     silence_s: how long ago the process reported.
     process_state: the kernel's letter for the state of a process that does not answer ("T": stopped, "Z": dead); "" if
         not known.
@@ -192,7 +192,7 @@ class LogEvent(Notice):
 
 @dataclass(frozen=True)
 class SpansRecorded(Notice):
-    """What the node's process has done while it is traced. With `is_last`, the trace has ended there."""
+    """The spans of the node's process while it is traced. With `is_last`, the trace has ended there."""
 
     batch: TraceBatch
 

@@ -92,7 +92,7 @@ class Handlers:
 
 
 class Peer:
-    """The messages of one connection, whose frames and end it is given (`on_frame`, `on_close`).
+    """The messages of one connection. It is given the frames and the end (`on_frame`, `on_close`).
 
     handle: called in the connection's thread with each message of the other end, so it must not block. It returns the
         answer of a question, or a Future of it.

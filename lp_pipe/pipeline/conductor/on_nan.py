@@ -1,4 +1,4 @@
-"""Steps whose loss or gradients are not finite: `add_pipeline(on_nan=...)` says what becomes of them."""
+"""Steps with a loss or gradient that is not finite: `add_pipeline(on_nan=...)` says what becomes of them."""
 
 import logging
 import math

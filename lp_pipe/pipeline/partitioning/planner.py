@@ -46,7 +46,7 @@ def partition(
     action_seconds: float = ACTION_SECONDS,
     device_order: str = "any",
 ) -> Plan:
-    """Return the plan whose slowest stage, or side of a boundary, is as fast as can be; devices may stay idle.
+    """Return the plan with the fastest slowest stage, or side of a boundary; devices may stay idle.
 
     max_replicas: of a stage, over all levels. straight: no replicas at all. cost_model: "pipedream" adds compute and
     all-reduce, "overlap" takes the longer.

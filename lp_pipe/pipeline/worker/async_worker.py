@@ -157,7 +157,7 @@ class AsyncWorker(Lookahead):
     def run(self, task: StepTask, following: StepTask | None, after: int, hooks: tuple[Hook, ...]) -> Report:
         """Run one step.
 
-        following: the next one, whose first forwards are done on the way. after: the tag of the one before; 0: none.
+        following: the next one; its first forwards are done on the way. after: the tag of the one before; 0: none.
 
         Raises:
             Exception: a layer's own, with a note that says where; the optimizer's.

@@ -76,7 +76,7 @@ class Hook(ABC):
 
     @abstractmethod
     def operation(self) -> AbstractContextManager[object]:
-        """Return the context of an operation, whose actions go through `around`."""
+        """Return the context of an operation. Its actions go through `around`."""
 
     @abstractmethod
     def around(self, run: RunAction, action: Action, operation: Operation) -> None:

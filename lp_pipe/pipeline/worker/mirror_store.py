@@ -108,4 +108,4 @@ class MirrorStore:
 
     def _wait_until_sent(self) -> None:
         if self._sent is not None:
-            self._sent.exception()  # a guard that has died does not get it; the conductor asks who holds what
+            self._sent.exception()  # a guard that has died does not get it; the conductor asks which worker holds what

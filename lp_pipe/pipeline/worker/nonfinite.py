@@ -59,7 +59,7 @@ class NonFiniteSearch(Hook):
             return call(layer, (value,), skips)
         name = self.names[place.layer]
         self._on_gradients(value, stage, place.microbatch, place.layer, f"layer {name}")
-        inner: list[str] = []  # inner modules whose output is not finite, in the order in which they ended
+        inner: list[str] = []  # inner modules with an output that is not finite, as they ended
         with _hooked(layer, inner):
             value = call(layer, (value,), skips)
         if not is_finite(value):
@@ -194,7 +194,7 @@ def described(what: str, found: NonFinite | None) -> str:
 
 @contextlib.contextmanager
 def _hooked(layer: nn.Module, inner: list[str]) -> Iterator[None]:
-    """Collect in `inner` the names of the layer's modules whose output is not finite, while the body runs."""
+    """Collect in `inner` the names of the layer's modules with an output that is not finite, while the body runs."""
 
     def after(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not is_finite(output):

@@ -172,7 +172,7 @@ class Training:
             self._lr_scheduler.step(metric)
 
     def learning_rates(self) -> dict[str, float]:
-        """Return the learning rates of the next step, by parameter, of those whose optimizer has learning rates."""
+        """Return the learning rates of the next step, by parameter, where the optimizer has learning rates."""
         trained = {name: group for group, name, parameter in self._grouped() if parameter.requires_grad}
         return {name: float(trained[name]["lr"]) for name, _ in self._parameters if "lr" in trained.get(name, ())}
 
