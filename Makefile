@@ -191,9 +191,11 @@ bench-multihost: setup  ## two pretend hosts (root, sshd): calls, a pipeline and
 bench-checkpoint: setup  ## what checkpoints cost, beside training without them; what a killed stage costs
 	$(BIN)/python -m benchmarks.checkpoints
 
-bench-data-parallel: setup  ## sums over processes of one host, and steps of replicas, beside torch's gloo and DDP
+bench-data-parallel: setup  ## sums on one host and between two, steps of replicas, killed workers; beside gloo, DDP, torchrun
 	$(BIN)/python -m benchmarks.all_reduce
 	$(BIN)/python -m benchmarks.replicas
+	$(BIN)/python -m benchmarks.killed_workers
+	$(BIN)/python -m benchmarks.two_hosts
 
 chaos: setup  ## kill and stop random processes of running programs; their ends must have the same bits (ROUNDS=5)
 	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS)

@@ -58,13 +58,13 @@ def party() -> None:
         method, size = line.strip().split("/")
         tensor = _tensor(rank, size)
         dist.barrier()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         sums[method](tensor)
-        seconds = time.perf_counter() - began
+        seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
         expected = _tensor(0, size)
         for other in range(1, len(names)):
             expected += _tensor(other, size)
-        print(json.dumps([seconds, torch.equal(tensor, expected)]), flush=True)
+        print(json.dumps([seconds, cpu_s, torch.equal(tensor, expected)]), flush=True)
 
 
 @contextlib.contextmanager
@@ -102,7 +102,9 @@ def measure(hosts: Sequence[Host], rounds: int) -> dict[str, Any]:
         "credentials": base64.b64encode(generate_credentials().to_bytes()).decode(),
         "addresses": [host.address for host in hosts],
     }
-    found: dict[str, Any] = {f"{m}/{size}": {"s": [], "sent": [], "exact": True} for size in SIZES for m in METHODS}
+    found: dict[str, Any] = {
+        f"{m}/{size}": {"s": [], "cpu_s": [], "sent": [], "exact": True} for size in SIZES for m in METHODS
+    }
     with contextlib.ExitStack() as stack:
         parties = [stack.enter_context(_started(host, {**shared, "rank": rank})) for rank, host in enumerate(hosts)]
         _answers(parties)
@@ -114,12 +116,12 @@ def measure(hosts: Sequence[Host], rounds: int) -> dict[str, Any]:
                 answers = [json.loads(answer) for answer in _answers(parties)]
                 sent = [host.sent_bytes() - one for host, one in zip(hosts, before, strict=True)]
                 if turn:  # the first one has warmed up
-                    figures["s"].append(max(seconds for seconds, _ in answers))
+                    figures["s"].append(max(seconds for seconds, _, _ in answers))
+                    figures["cpu_s"].append(max(cpu_s for _, cpu_s, _ in answers))
                     figures["sent"].append(max(sent) / SIZES[name.split("/")[1]])
-                    figures["exact"] &= all(is_exact for _, is_exact in answers)
-    return {
-        name: {"s": spread(one["s"]), "sent": spread(one["sent"]), "exact": one["exact"]} for name, one in found.items()
-    }
+                    figures["exact"] &= all(is_exact for _, _, is_exact in answers)
+    kinds = ("s", "cpu_s", "sent")
+    return {name: {**{kind: spread(one[kind]) for kind in kinds}, "exact": one["exact"]} for name, one in found.items()}
 
 
 def main() -> None:
@@ -153,12 +155,24 @@ def main() -> None:
                     f"{size}, {link}",
                     *(f"{one['sent']['median']:.4f}" for one in (direct, gloo)),
                     *(f"{1e3 * one['s']['median']:.2f}" for one in (direct, gloo)),
+                    *(f"{1e3 * one['cpu_s']['median']:.2f}" for one in (direct, gloo)),
                     f"{direct['s']['median'] / gloo['s']['median']:.2f}",
                     f"{direct['s']['min'] / gloo['s']['min']:.2f}",
                     "yes" if direct["exact"] else "no",
                 ]
             )
-    columns = ["", "direct sent", "gloo sent", "direct ms", "gloo ms", "ratio", "of the best", "exact"]
+    columns = [
+        "",
+        "direct sent",
+        "gloo sent",
+        "direct ms",
+        "gloo ms",
+        "direct CPU ms",
+        "gloo CPU ms",
+        "ratio",
+        "of the best",
+        "exact",
+    ]
     show_table("a sum between two hosts", columns, rows)
     print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after, on {os.cpu_count()} cores")
     write_json({"benchmark": "two_hosts", "figures": figures}, options.json)

@@ -34,6 +34,7 @@ from lp_pipe.membership import Membership
 from lp_pipe.telemetry import waits
 
 _CREDITS = 4
+_PIECE_BYTES = 512 << 10  # of a rank's part: large tensors are added in so large pieces
 # The news that a rank has ended may be quicker than what it has sent before.
 _GRACE_S = 0.2
 _ALL_TAGS = (1 << 63) - 1
@@ -75,13 +76,22 @@ class DirectBackend(Backend):
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", call: Call | None = None) -> None:
-        reduce, flat = reducing(op, tensor.dtype), flat_view(tensor)
-        parts = [flat[len(flat) * k // self.world_size : len(flat) * (k + 1) // self.world_size] for k in self._ranks]
-        own = self._exchange(call or Call("all_reduce", op, tensor.dtype, tuple(tensor.shape)), parts)
-        total = self._reduced(own, reduce, op)
-        self._send_all([total] * self.world_size)
-        for part, summed in zip(parts, self._receive_all(total, "all_reduce, its sums"), strict=True):
-            part.copy_(summed)
+        # Of piece i + 1 the parts travel while piece i is added, and the sums of piece i - 1 come back: each rank's
+        # message m goes out after m - 2 have come in, so the channels' credits suffice.
+        reduce, pieces = reducing(op, tensor.dtype), self._cut(flat_view(tensor))
+        own = self._begin(call or Call("all_reduce", op, tensor.dtype, tuple(tensor.shape)), pieces[0])
+        before: tuple[Sequence[Tensor], Tensor] | None = None
+        for index, parts in enumerate(pieces):
+            if index + 1 < len(pieces):
+                self._send_all(pieces[index + 1])
+            mine = parts[self.rank]
+            total = self._reduced(self._receive_all(mine, own[0]) if index else self._told(own, mine), reduce, op)
+            self._send_all([total] * self.world_size)
+            if before is not None:
+                self._receive_sums(*before)
+            before = parts, total
+        assert before is not None, "there is at least one piece"
+        self._receive_sums(*before)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str = "sum", call: Call | None = None) -> None:
         check_parts("reduce_scatter", input, output, self.world_size)
@@ -137,18 +147,42 @@ class DirectBackend(Backend):
         Raises:
             GenerationOver, CollectiveMismatch: see Backend.
         """
+        own = self._begin(call, parts)
+        return self._told(own, parts[self.rank])
+
+    def _begin(self, call: Call, parts: Sequence[Tensor]) -> tuple[str, str]:
+        """Send each rank its part with the call and its place, which are returned."""
         if self._reason:
             raise self._error(self._reason)
         self.number += 1
         own = str(call), place_of_call()
         self._send_all([(*own, part) for part in parts])
-        received = self._receive_all((*own, parts[self.rank]), own[0])
+        return own
+
+    def _told(self, own: tuple[str, str], part: Tensor) -> list[Tensor]:
+        """Return what the ranks have sent to this one by `_begin`, in rank order."""
+        received = self._receive_all((*own, part), own[0])
         calls = {rank: (text, place) for rank, (text, place, _) in enumerate(received)}
         if any(text != own[0] for text, _ in calls.values()):
             self._error = CollectiveMismatch
             self.abort(mismatch_text(self.membership.members, calls))
             raise self._error(self._reason)
         return [part for _, _, part in received]
+
+    def _cut(self, flat: Tensor) -> list[list[Tensor]]:
+        """Return the pieces of a tensor, each with a part for each rank to add."""
+        size = _PIECE_BYTES // flat.itemsize * self.world_size
+        pieces = list(flat.split(size)) if self._open_subgroup is not None and len(flat) else [flat]
+        ranks = self._ranks
+        return [
+            [piece[len(piece) * k // len(ranks) : len(piece) * (k + 1) // len(ranks)] for k in ranks]
+            for piece in pieces
+        ]
+
+    def _receive_sums(self, parts: Sequence[Tensor], own: Tensor) -> None:
+        """Put the sums that the ranks have made into the parts of a piece."""
+        for part, summed in zip(parts, self._receive_all(own, "all_reduce, its sums"), strict=True):
+            part.copy_(summed)
 
     def _send_all(self, values: Sequence[Any]) -> None:
         try:
