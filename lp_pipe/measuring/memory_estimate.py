@@ -35,6 +35,7 @@ from lp_pipe.training.optimizer_state import state_of
 
 T = TypeVar("T")
 _GIB = 1 << 30
+_BUCKET_BYTES = 4 << 20  # of gradients, or of updated parameters, that replicas exchange at a time
 _ASSUMED_OPTIMIZER_FACTOR = 2  # bytes of state for each byte of a parameter: Adam's
 
 
@@ -419,10 +420,14 @@ class _Estimator:
         parameters, trained = sum(layer.parameters for layer in layers), sum(layer.trained for layer in layers)
         sharded = sum(layer.sharded_state for layer in layers)
         whole = sum(layer.whole_state for layer in layers)
+        activations = self._activations(layout, worker, starts, options)
         exchange = 0
         if count > 1:
             largest = max(layer.parameters for layer in layers)
-            exchange = trained if options.zero < 2 else 2 * largest  # of FSDP2: one layer, whole, and its gradients
+            exchange = min(trained, _BUCKET_BYTES) if options.zero < 2 else 2 * largest  # a layer, and its gradients
+            if options.zero == 1:  # updated parameters travel when no activations wait
+                bucket = min(parameters, max(largest, _BUCKET_BYTES))
+                exchange += max(0, bucket + _share(bucket, count) - (activations or 0))
         return ProcessMemory(
             worker,
             tuple(own),
@@ -431,7 +436,7 @@ class _Estimator:
             gradient_bytes=trained if options.zero < 2 else _share(trained, count),
             optimizer_bytes=whole + (sharded if options.zero < 1 else _share(sharded, count)),
             buffer_bytes=sum(layer.buffers for layer in layers) + borrowed_bytes,
-            activation_bytes=self._activations(layout, worker, starts, options),
+            activation_bytes=activations,
             exchange_bytes=exchange,
         )
 

@@ -47,12 +47,13 @@ def tied() -> pp.Model:
     [
         (model(), {"stages": 3}),
         (model(momentum), {"stages": 2, "replicas": 2, "schedule": "gpipe"}),
+        (model(), {"stages": 2, "replicas": 2, "zero": 1}),
         (model(), {"stages": 2, "precision": "bf16"}),
         (model(), {"stages": 2, "recompute": ("every", 2)}),
         (model(), {"stages": 2, "schedule": "interleaved"}),
         (tied(), {"stages": [2]}),
     ],
-    ids=["1f1b", "replicas", "bf16", "recompute", "interleaved", "tied"],
+    ids=["1f1b", "replicas", "zero 1", "bf16", "recompute", "interleaved", "tied"],
 )
 def test_stages_measure_what_was_estimated(launched: Any, made: pp.Model, options: dict[str, Any]) -> None:
     estimate = pp.memory(made, sample=MICROBATCH, **options)
