@@ -8,6 +8,11 @@ from lp_pipe.rl.adders import NStepAdder as NStepAdder
 from lp_pipe.rl.adders import RolloutAdder as RolloutAdder
 from lp_pipe.rl.adders import SequenceAdder as SequenceAdder
 from lp_pipe.rl.adders import Transition as Transition
+from lp_pipe.rl.curves import CurvePoint as CurvePoint
+from lp_pipe.rl.curves import Estimate as Estimate
+from lp_pipe.rl.curves import iqm as iqm
+from lp_pipe.rl.curves import iqm_curve as iqm_curve
+from lp_pipe.rl.curves import run_curve as run_curve
 from lp_pipe.rl.distributed import make_distributed_experiment as make_distributed_experiment
 from lp_pipe.rl.environment_loop import Counter as Counter
 from lp_pipe.rl.environment_loop import EnvironmentFailed as EnvironmentFailed

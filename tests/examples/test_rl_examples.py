@@ -1,8 +1,12 @@
 """The examples with agents run; in full, marked slow, they learn what they say."""
 
+from pathlib import Path
+
 import pytest
 
+import lp_pipe as lp
 import lp_pipe.rl as rl
+import lp_pipe.search as ls
 
 pytest.importorskip("gymnasium")
 pytest.importorskip("torch")
@@ -26,3 +30,12 @@ def test_in_full_the_pole_stands_and_the_pendulum_swings_up() -> None:
 
     assert rl.run_experiment(cartpole_ppo.experiment()).score >= 475.0
     assert rl.run_experiment(pendulum_sac.experiment()).score >= -200.0
+
+
+def test_an_experiment_is_a_trial_of_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples import search_catch
+
+    monkeypatch.setenv("LP_PIPE_RUNS", str(tmp_path))
+    lp.launch(search_catch.make_program(trials=2, slots=1, env_steps=600), mode="thread").wait(60.0)
+    trials = ls.open("search_catch").trials()
+    assert [one.state for one in trials] == ["finished"] * 2 and len({one.params["lr"] for one in trials}) == 2
