@@ -19,6 +19,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+import lp_pipe as lp
+import lp_pipe.search as ls
 from lp_pipe.dashboard.routes import Routes
 from lp_pipe.dashboard.server import Certificate, DashboardServer
 from tests.dashboard.fixtures import Browser, metric_line, write_events, write_run
@@ -175,6 +177,31 @@ def test_stream_says_what_is_new_and_that_the_launcher_is_dead(serve: Serve, tmp
     assert wait_for("run")["state"] == "dead"
     is_closing.set()
     assert list(stream) == []
+
+
+def test_experiments_are_shown_with_trials_and_curves(serve: Serve, tmp_path: Path) -> None:
+    def trial(t: ls.Trial) -> None:
+        for step in t.steps():
+            t.report({"loss": t.params["lr"] / step})
+
+    program = ls.experiment(
+        "small", trial, space={"lr": ls.choice(1.0, 2.0)}, searcher=ls.Grid("loss", 2), folder=tmp_path / "small"
+    )
+    lp.launch(program, mode="thread").wait(30)
+    server = serve(tmp_path / "small")
+    browser = Browser(server)
+    assert [one["key"] for one in browser.get("/api/experiments")] == ["small"]
+    found = browser.get("/api/experiment", id="small")
+    assert (found["state"], found["metric"], found["best"]) == ("ended", "loss", 0)
+    assert [(one["id"], one["state"], one["best"]) for one in found["trials"]] == [
+        (0, "finished", 0.5),
+        (1, "finished", 1.0),
+    ]
+    assert found["trials"][1]["curve"] == [[1, 2.0], [2, 1.0]]
+    assert found["trials"][1]["params"] == {"lr": 2.0}
+    assert browser.get("/api/experiment", id="small", version=found["version"]) == {"version": found["version"]}
+    status, body = browser.post("/api/experiment", {"id": "small", "action": "pause"})
+    assert status == 400 and b"small" in body
 
 
 def test_server_sleeps_while_nobody_looks(serve: Serve, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import { ask, on, run } from "/data.js";
 const LIVE_EVERY_MS = 250;
 const MOST_POINTS = 6000; // of one series in the page; then the server's buckets replace them
 const INKS = 8;
+export const WHOLE = [...Array(15).keys()].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power)); // steps have no halves
 
 export const settings = { axis: "step", smoothing: 0, log: false };
 const open = new Set();
@@ -191,7 +192,7 @@ export class Chart {
       cursor: { sync: { key: "all" }, drag: { x: true, y: false, setScale: false } },
       legend: { show: this.keys.length > 1 },
       scales: { x: { time: axis === "time" }, y: { distr: settings.log ? 3 : 1 } },
-      axes: [{ ...axes, size: 34 }, { ...axes, size: 58, values: (plot, ticks) => ticks.map((one) => one === null ? "" : number(one)) }],
+      axes: [{ ...axes, size: 34, ...(axis === "time" ? {} : { incrs: WHOLE }) }, { ...axes, size: 58, values: (plot, ticks) => ticks.map((one) => one === null ? "" : number(one)) }],
       series: [
         { label: axis, value: (plot, value) => value === null || value === undefined ? "–" : axis === "time" ? clock(value) : String(value) },
         ...this.keys.map((key, place) => ({

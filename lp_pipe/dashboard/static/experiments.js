@@ -2,6 +2,7 @@
 
 import { color, h, number, s, short, table } from "/dom.js";
 import { app, ask, post, run } from "/data.js";
+import { WHOLE } from "/chart.js";
 
 const LOOK_EVERY_MS = 1000;
 const INKS = 8;
@@ -65,7 +66,7 @@ export async function experimentsPage(main, page) {
     return new uPlot({
       width: Math.max(240, parent.clientWidth), height: 240, legend: { show: false }, scales: { x: { time: false } },
       cursor: { focus: { prox: 20 } }, focus: { alpha: 0.25 },
-      axes: [{ ...axes, size: 34 }, { ...axes, size: 58, values: (plot, ticks) => ticks.map((one) => one === null ? "" : number(one)) }],
+      axes: [{ ...axes, size: 34, incrs: WHOLE }, { ...axes, size: 58, values: (plot, ticks) => ticks.map((one) => one === null ? "" : number(one)) }],
       series: [{ label: "step" }, ...shown.map((one) => ({
         label: `trial ${one.id}`, spanGaps: true, points: { show: one.curve.length < 3 },
         stroke: one.id === found.best ? color("--best") : color(`--ink-${one.id % INKS}`), width: one.id === found.best ? 2.5 : 1,
