@@ -211,6 +211,9 @@ bench-rl: setup  ## what agents learn in how many steps; replay beside Ray, if i
 	$(BIN)/python -m benchmarks.rl_learning
 	$(BIN)/python -m benchmarks.rl_replay
 
+bench-ui: setup  ## the web page: first paint, a point until it is drawn, cost without and with a viewer, memory
+	$(BIN)/python -m benchmarks.page --minute-s 3
+
 bench-rpc: setup  ## calls, arrays, TCP and a minute of a hundred clients, beside grpc and memcpy
 	$(BIN)/python -m benchmarks.calls
 	$(BIN)/python -m benchmarks.arrays

@@ -62,6 +62,12 @@ def test_the_page_on_metrics_runs(tmp_path: Path) -> None:
     assert "trainer/0 {'loss': 0.01}" in run("page.py", cwd=tmp_path)
 
 
+def test_the_page_on_watching_runs(tmp_path: Path) -> None:
+    (block,) = blocks_of("docs/watching.md")
+    (tmp_path / "page.py").write_text(block)
+    assert "trainer/0 3 {'loss': 0.33" in run("page.py", cwd=tmp_path)
+
+
 def test_the_page_on_agents_runs(tmp_path: Path) -> None:
     (block,) = blocks_of("docs/agents.md")
     (tmp_path / "page.py").write_text(block)

@@ -133,7 +133,8 @@ function traffic(labels, svg) {
       const length = label.path.getTotalLength();
       const at = label.path.getPointAtLength(length / 2);
       // There is no room between neighbouring cards, but below them.
-      label.text = s("text", { class: "traffic", x: at.x, y: length < 90 ? at.y + 34 : at.y - 4 });
+      const isBetweenCards = length < 90 && Math.abs(label.path.getPointAtLength(0).y - at.y) < 1;
+      label.text = s("text", { class: "traffic", x: at.x, y: isBetweenCards ? at.y + 34 : at.y - 4 });
       svg.append(label.text);
     }
     if (label.text.textContent !== text) label.text.textContent = text;
