@@ -20,6 +20,7 @@ from rich.text import Text
 
 from lp_pipe import search
 from lp_pipe.cli.errors import DONE, NotAnswered, UsageError, nearest
+from lp_pipe.cli.plot import charts_of_experiment, draw
 from lp_pipe.cli.table import duration, table
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch import launch
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="ACTION", choices=list(_ACTIONS), help=", ".join(_ACTIONS))
     parser.add_argument("id", metavar="ID", nargs="?", default="-", help="ID or ID/TRIAL; for create, preview: TARGET")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--plot", action="store_true", help="show: draw the trials' curves, too")
     parser.add_argument("--watch", action="store_true", help="show: anew every second until the experiment ends")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="fork: change a parameter")
     parser.add_argument("--from-checkpoint", action="store_true", help="fork: go on from the trial's newest checkpoint")
@@ -126,6 +128,9 @@ def _show(arguments: argparse.Namespace, program_flags: Sequence[str]) -> int:
         return DONE
     print(f"{found.folder.name}: {_state(found)}, {len(chosen)} trials, folder {found.folder}")
     print(_trials_table(chosen, curves))
+    if arguments.plot and any(curves.values()):
+        print()
+        draw(found.folder.name, charts_of_experiment(found.folder), None)
     for one in chosen:
         if one.error:
             print(f"\ntrial {one.id} {one.state}: {one.error.strip() if trial is not None else _last_line(one.error)}")

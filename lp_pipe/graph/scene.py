@@ -99,7 +99,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Curve:
+class ArrowCurve:
     """An arrow as SVG path data."""
 
     arrow: Arrow
@@ -111,7 +111,7 @@ class Scene:
     """All that is to be drawn, within width x height."""
 
     boxes: Sequence[Box]
-    curves: Sequence[Curve]
+    curves: Sequence[ArrowCurve]
     width: float
     height: float
 
@@ -135,7 +135,7 @@ def make_scene(view: GraphView, max_cards: int | None = None) -> Scene:
     rects = {ArrowEnd(box.label, None): box.rect for box in boxes}
     for box in boxes:
         rects.update({ArrowEnd(box.label, node.index): card for node, card in zip(box.nodes, box.cards, strict=False)})
-    curves = [Curve(arrow, _inner_path(arrow, rects)) for arrow in inner]
+    curves = [ArrowCurve(arrow, _inner_path(arrow, rects)) for arrow in inner]
     rects.update({ArrowEnd(box.label, box.nodes[0].index): box.rect for box in boxes if len(box.nodes) == 1})
     tops = {end: _right_of_title(rect, layout.boxes[end.label], end.label) for end, rect in rects.items()}
     curves += _outer_curves([arrow for arrow in arrows if arrow not in inner], rects, tops, layout)
@@ -217,7 +217,7 @@ def _right_of_title(rect: Rect, box: Rect, label: str) -> Rect:
 
 def _outer_curves(
     arrows: Sequence[Arrow], rects: Mapping[ArrowEnd, Rect], tops: Mapping[ArrowEnd, Rect], layout: BoxLayout
-) -> list[Curve]:
+) -> list[ArrowCurve]:
     routes = [layout.routes[arrow.user.label, arrow.server.label] for arrow in arrows]
     ports = _spread_ports(arrows, rects, tops, routes, layout)
     curves = []
@@ -227,7 +227,7 @@ def _outer_curves(
         for route in routes[number]:
             ends = [(route.middle, route.y), (route.middle, route.y + route.height)]
             points += ends if is_down else ends[::-1]
-        curves.append(Curve(arrow, _smooth([*points, ports[number, False]])))
+        curves.append(ArrowCurve(arrow, _smooth([*points, ports[number, False]])))
     return curves
 
 

@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 
 from lp_pipe.graph.box_layout import Rect
 from lp_pipe.graph.graph_view import GraphView, NodeView, count
-from lp_pipe.graph.scene import NOTE_HEIGHT, Arrow, Box, Curve, Scene, make_scene
+from lp_pipe.graph.scene import NOTE_HEIGHT, Arrow, ArrowCurve, Box, Scene, make_scene
 from lp_pipe.graph.svg_elements import FAINT_INK, INK, add, add_heading, make_picture, to_text
 from lp_pipe.program import Edge
 
@@ -126,7 +126,7 @@ def _add_card_text(stage: ET.Element, card: Rect, node: NodeView, index: int | N
         add(stage, "text", str(index), **place, font_size=12, font_weight=700, fill=color.ink, text_anchor="end")
 
 
-def _add_curve(stage: ET.Element, curve: Curve, color: Colors) -> None:
+def _add_curve(stage: ET.Element, curve: ArrowCurve, color: Colors) -> None:
     marker = f"url(#{_marker(color.ink)})"
     path = add(stage, "path", d=curve.path, fill="none", stroke=color.ink, stroke_width=1.6, stroke_opacity=0.85)
     path.attrib.update({"class": "edge", "marker-end": marker})
