@@ -1,10 +1,12 @@
 """Whatever part of a distributed experiment is killed, and whenever, it ends with the result of one process."""
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+import lp_pipe as lp
 import lp_pipe.rl as rl
+from lp_pipe.testing import faults
 from tests.rl.bandit import Bandit, config
 from tests.seeds import random_numbers
 from tests.waiting import until
@@ -136,3 +140,39 @@ def test_the_result_does_not_depend_on_kills(victim: str, seed: int, tmp_path: P
     assert (found.counts, found.curve, found.fingerprint) == (expected.counts, expected.curve, expected.fingerprint)
     if victim in ("actor", "evaluator"):
         assert "resumed" not in (tmp_path / "run" / "metrics.jsonl").read_text()  # nothing has gone back
+
+
+class Paced(Bandit):
+    def step(self, action: Any) -> Any:
+        time.sleep(0.005)
+        return super().step(action)
+
+
+def make_paced(seed: int) -> Bandit:
+    return Paced()
+
+
+@pytest.mark.parametrize("victim", ["actor", "learner", "replay", "counter", "evaluator"])
+def test_free_order_ends_well_with_its_steps_and_ratio(victim: str, no_leaks: None, tmp_path: Path) -> None:
+    order = random_numbers(0)
+    one = dataclasses.replace(experiment(make_paced), order=rl.Free())
+    shown: dict[str, int] = {}
+    with lp.launch(rl.make_distributed_experiment(one, ACTORS), mode="process", run_dir=tmp_path) as run:
+        counter = run.client("counter")
+
+        def has_come_to(moment: int) -> bool:
+            with suppress(lp.Unavailable):
+                counts = counter.get()
+                assert all(counts.get(name, 0) >= count for name, count in shown.items())
+                shown.update(counts)
+            return shown.get("env_steps", 0) >= moment
+
+        for moment in sorted(order.randrange(50, MAX_STEPS - 200) for _ in range(3)):
+            until(lambda moment=moment: has_come_to(moment), within_s=60)  # type: ignore[misc]
+            faults.kill(run, (victim, order.randrange(ACTORS) if victim == "actor" else 0))
+        until(lambda: has_come_to(MAX_STEPS - 100), within_s=60)
+        run.wait(90)
+    counts = rl.load(tmp_path).counts
+    assert counts["env_steps"] == counts["inserts"] == MAX_STEPS
+    assert abs(counts["samples"] - 1.5 * (MAX_STEPS - 10)) <= 0.02 * counts["samples"]
+    assert counts["samples"] == 4 * counts["learner_steps"]
