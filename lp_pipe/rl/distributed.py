@@ -245,11 +245,12 @@ class ExperimentCounter(GenerationServer):
 
     async def get(self) -> dict[str, int]:
         """Return the counts after the newest round that was learned. They never become less."""
+        await self._until_opened()  # the learner then tells what was shown before a death
         self._show(self._evaluations.counts)
         return dict(self._shown)
 
     def _show(self, counts: Mapping[str, int]) -> None:
-        self._shown = {name: max(count, self._shown.get(name, 0)) for name, count in counts.items()}
+        self._shown |= {name: max(count, self._shown.get(name, 0)) for name, count in counts.items()}
 
     async def curve(self) -> list[tuple[int, float]]:
         """Return the environment steps and score of every evaluation."""

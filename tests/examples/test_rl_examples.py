@@ -39,3 +39,12 @@ def test_an_experiment_is_a_trial_of_a_search(tmp_path: Path, monkeypatch: pytes
     lp.launch(search_catch.make_program(trials=2, slots=1, env_steps=600), mode="thread").wait(60.0)
     trials = ls.open("search_catch").trials()
     assert [one.state for one in trials] == ["finished"] * 2 and len({one.params["lr"] for one in trials}) == 2
+
+
+def test_the_distributed_example_has_the_bits_of_one_process(tmp_path: Path) -> None:
+    from examples import cartpole_distributed
+
+    short = cartpole_distributed.experiment(512, actors=2, evaluation=SHORT)
+    with lp.launch(rl.make_distributed_experiment(short, 2), mode="thread", run_dir=tmp_path) as run:
+        run.wait(60)
+    assert rl.load(tmp_path).fingerprint == rl.run_experiment(short, 2).fingerprint
