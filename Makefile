@@ -207,9 +207,10 @@ soak: setup  ## train with a failure a minute for an hour: nothing may grow (T=3
 bench-search: setup  ## a search over 64 trials beside its bound, Optuna and Ray Tune where they are installed
 	$(BIN)/python -m benchmarks.search
 
-bench-rl: setup  ## what agents learn in how many steps; replay beside Ray, if it is installed
+bench-rl: setup  ## what agents learn in how many steps; replay beside Ray; actors of slow environments
 	$(BIN)/python -m benchmarks.rl_learning
 	$(BIN)/python -m benchmarks.rl_replay
+	$(BIN)/python -m benchmarks.rl_actors
 
 bench-ui: setup  ## the web page: first paint, a point until it is drawn, cost without and with a viewer, memory
 	$(BIN)/python -m benchmarks.page --minute-s 3

@@ -1,7 +1,7 @@
 """Measure what the agents learn, in how many environment steps and CPU seconds.
 
     python -m benchmarks.rl_learning [--tasks catch_dqn ...] [--seeds 3] [--modes single thread process]
-        [--parallel 2] [--json FILE]
+        [--parallel 2] [--quick] [--json FILE]
 
 Each task has a bar for the mean return of 100 episodes on seeds that neither training nor evaluation used, reached
 within a number of environment steps. CPU seconds are those of training with its evaluations, all processes together.
@@ -192,8 +192,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=["single", "thread", "process"], default=["single"])
     parser.add_argument("--parallel", type=int, default=2, help="experiments at a time, each in a process")
+    parser.add_argument("--quick", action="store_true", help="one seed of the tasks on Catch")
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.seeds, arguments.tasks = 1, [name for name in TASKS if name.startswith("catch")]
     jobs = [
         (name, seed, mode) for name in arguments.tasks for mode in arguments.modes for seed in range(arguments.seeds)
     ]

@@ -176,3 +176,23 @@ def test_endurance_writes_down_what_processes_hold_while_others_are_killed(tmp_p
     assert {"launcher_mib", "trainer_threads", "all_descriptors", "shared_mib", "disk_mib"} < set(rows[0].split(","))
     assert len(rows) > 20
     assert (tmp_path / "soak.svg").read_text().count("<polyline") == 15
+
+
+def test_rl_learning_says_which_agents_reach_their_bars() -> None:
+    result = figures("rl_learning")
+    assert set(result["tasks"]) == {"catch_dqn", "catch_ppo", "catch_impala"}
+    assert all(one["passed"] and one["return"] == 1.0 for (one,) in result["tasks"].values())
+
+
+def test_rl_replay_compares_every_party_that_is_installed() -> None:
+    result = figures("rl_replay")
+    for rates in result["rates"].values():
+        for values in rates.values():
+            assert_is_spread(values)
+    assert set(result["missing"]) == {"Ray", "Reverb"} - set(result["rates"])
+    assert all(percent < 3.0 for percent in result["growth_percent"].values())
+
+
+def test_rl_actors_measures_every_number_of_actors() -> None:
+    result = figures("rl_actors")
+    assert set(result["steps_per_s"]) == {"AsyncVectorEnv(8)", *(f"rounds, {n} actors" for n in (1, 2, 4, 8))}
