@@ -36,7 +36,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all test-torch test-python test-multihost test-ui lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint bench-data-parallel bench-search bench-rl vendor chaos soak clean
+.PHONY: help setup demo docs dist test test-slow test-all test-torch test-python test-multihost test-ui lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint bench-data-parallel bench-search bench-rl vendor chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -223,6 +223,30 @@ bench-rpc: setup  ## calls, arrays, TCP and a minute of a hundred clients, besid
 
 bench-launch: setup  ## starting nodes, beside bare interpreters and threads
 	$(BIN)/python -m benchmarks.launch
+
+# zensical is not in .venv before: it is needed for nothing else.
+docs: setup  ## the docs as a site in build/docs/site, with an API reference; open its index.html
+	@$(call install,zensical)
+	PYTHONPATH=. $(BIN)/python tools/build_docs.py build/docs
+	cd build/docs && ../../$(BIN)/zensical build --clean --strict
+
+# Every Python that the machine has runs README's thirty lines with the wheel, in an environment of its own.
+DIST_PYTHONS = $(shell for minor in 11 12 13 14; do command -v python3.$$minor; done)
+
+dist: setup  ## build sdist and wheel in dist/, check them, and run README's program with the wheel in fresh environments
+	@rm -rf dist
+	$(BIN)/hatchling build -d dist
+	@$(call install,twine)
+	$(BIN)/twine check --strict dist/*
+	@mkdir -p build
+	awk '/^```python/ { inside = 1; next } /^```/ && inside { exit } inside' README.md > build/thirty_lines.py
+	@set -e; for python in $(or $(DIST_PYTHONS),"$(PYTHON)"); do \
+	  "$$python" -c 'import venv, ensurepip' 2>/dev/null || { echo "dist: $$python does not start or has no venv: skipped"; continue; }; \
+	  echo "dist: the wheel and torch with $$($$python --version)"; \
+	  rm -rf build/dist-venv; "$$python" -m venv build/dist-venv; cp constraints.txt build/dist-venv/; \
+	  $(call pip_in,build/dist-venv) -qq "$$(ls dist/*.whl)[torch]"; \
+	  (cd build && dist-venv/bin/python thirty_lines.py && dist-venv/bin/lp_pipe --version); \
+	done; rm -rf build/dist-venv
 
 clean:  ## remove caches and built packages (keeps .venv and runs)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
