@@ -121,7 +121,7 @@ def opened(browser: Chromium, url: str) -> tuple[Page, dict[str, float]]:
     found["first paint"] = page.js("performance.getEntriesByName('first-contentful-paint')[0].startTime")
     for name in ("metrics", "experiments"):
         began = time.perf_counter()
-        page.go(name)
+        page.go(name, 120)
         found[f"{name} ready"] = 1e3 * (time.perf_counter() - began)
     return page, found
 
@@ -149,7 +149,7 @@ def live_delays(browser: Chromium, folder: pathlib.Path, count: int = 100) -> li
     ui = Ui(run)
     page = browser.page(ui.url)
     page.ready("graph")
-    page.go("metrics")
+    page.go("metrics", 120)
     late = []
     for step in range(1, count + 1):
         time.sleep(random.random() / 4)
@@ -170,7 +170,7 @@ def idle_cost(browser: Chromium, folder: pathlib.Path) -> dict[str, float]:
     ui = Ui(folder)
     page = browser.page(ui.url)
     page.ready("graph", 60)
-    page.go("metrics")
+    page.go("metrics", 120)
     browser.close_pages()
     time.sleep(3)
     switches, cpu_s = ui.switches, ui.cpu_s
@@ -206,7 +206,7 @@ def calls_per_s(folder: pathlib.Path, browser: Chromium | None, seconds: float =
         ui = Ui(folder)
         page = browser.page(ui.url)
         page.ready("graph", 60)
-        page.go("metrics")
+        page.go("metrics", 120)
     run.wait()
     if ui is not None and browser is not None:
         browser.close_pages()
@@ -222,7 +222,7 @@ def growth(browser: Chromium, folder: pathlib.Path, minute_s: float) -> list[flo
     ui = Ui(run)
     page = browser.page(ui.url)
     page.ready("graph")
-    page.go("metrics")
+    page.go("metrics", 120)
     sizes = []
     with (run / "metrics.jsonl").open("a") as file:
         for minute in range(60):

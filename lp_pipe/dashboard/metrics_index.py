@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lp_pipe.dashboard.metric_lines import columns
 from lp_pipe.telemetry.plain_files import open_plain
 
 MAX_BUCKETS = 1000
-_CHUNK_BYTES = 512 << 10
+_CHUNK_BYTES = 4 << 20
+_INDEX_BYTES = 1 << 20
 _LONGEST_LINE = 16 << 20
 _FEW_BUCKETS = 250  # a query that finds fewer reads the file, if that is no more than:
 _READ_AT_MOST = 24 << 20
@@ -37,17 +39,36 @@ AXES = {"step": (_STEP, _LOW_STEP, _HIGH_STEP), "time": (_TIME, _LOW_TIME, _HIGH
 
 @dataclass
 class _Points:
-    """Points as they are in the lines of the file, in its order."""
+    """Points in the order of the file: arrays, and after them what single lines say."""
 
+    parts: list[tuple[Array, Array, Array]] = field(default_factory=list)
     steps: list[Any] = field(default_factory=list)
     times: list[Any] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, step: Any, time: Any, value: Any) -> None:
+        self.steps.append(step)
+        self.times.append(time)
+        self.values.append(value)
+        self.count += 1
+
+    def extend(self, steps: Array, times: Array, values: Array) -> None:
+        self._pack()
+        self.parts.append((steps, times, values))
+        self.count += len(values)
 
     def rows(self) -> Array:
         """Return each point as a bucket of its own."""
-        step, time, value = (_as_array(column) for column in (self.steps, self.times, self.values))
-        value[~np.isfinite(value)] = np.nan
+        self._pack()
+        step, time, value = (np.concatenate(columns) for columns in zip(*self.parts, strict=True))
+        value = np.where(np.isfinite(value), value, np.nan)
         return np.column_stack([step, time, value, step, time, value, step, time])
+
+    def _pack(self) -> None:
+        if self.values:
+            self.parts.append((_as_array(self.steps), _as_array(self.times), _as_array(self.values)))
+            self.steps, self.times, self.values = [], [], []
 
 
 def _as_array(column: list[Any]) -> Array:
@@ -87,11 +108,11 @@ class Series:
 
     def settle(self) -> None:
         """Put the pending points into buckets."""
-        if not self.pending.values:
+        if not self.pending.count:
             return
         points, self.pending = self.pending, _Points()
         new = points.rows()
-        self.last = _as_number(points.values[-1])
+        self.last = float(points.parts[-1][2][-1])
         self.odd += int(np.isnan(new[:, _LOW]).sum())
         self.has_steps = self.has_steps or bool(np.isfinite(new[:, _STEP]).any())
         begun = self.count % self.width  # points in the last bucket that is not full
@@ -101,7 +122,7 @@ class Series:
             self._used -= 1
             new = np.concatenate([self._rows[self._used : self._used + 1], new])
             numbers = np.concatenate([[first], numbers])
-        self.count += len(points.values)
+        self.count += points.count
         self._append(_merged(new, numbers // self.width))
         while self._used > MAX_BUCKETS:
             self.width *= 2
@@ -159,8 +180,8 @@ class MetricsIndex:
                 self._inode = found.st_ino
             if found.st_size > self._end:
                 with _without_gc():
-                    for offset, records, length in _records(self._path, self._end, found.st_size):
-                        self._add(offset, records)
+                    for offset, length, lines in _parts(self._path, self._end, found.st_size):
+                        self._add(offset, lines)
                         self._end = offset + length
             return self._end
 
@@ -210,36 +231,38 @@ class MetricsIndex:
         end = self.refresh()
         found: dict[SeriesKey, list[tuple[float, float, Any]]] = {}
         if offset < end:
-            for _, records, _ in _records(self._path, offset, end):
-                for record in records:
-                    for key, step, time, value in _points_of(record):
-                        if key in keys:
-                            found.setdefault(key, []).append((step, time, _plain(value)))
+            for _, _, lines in _parts(self._path, offset, end):
+                for key, step, time, value in _points_of(lines):
+                    if key in keys:
+                        found.setdefault(key, []).append((step, time, _plain(value)))
         return end, found
 
-    def _add(self, offset: int, records: list[Any]) -> None:
-        """Add the points of a part of the file; the loop runs a million times for a large file."""
-        series = self._series
-        for record in records:
-            if isinstance(record, dict) and "values" in record:
-                self._chunks.append((max(record["time"], self._chunks[-1][0] if self._chunks else 0.0), offset))
-                break
-        for record in records:
-            try:
-                node, time, step = record["node"], record["time"], record["step"]
-                for name, value in record["values"].items():
-                    one = series.get((node, name))
-                    if one is None:
-                        one = series[node, name] = Series()
-                    pending = one.pending
-                    pending.values.append(value)
-                    pending.steps.append(step)
-                    pending.times.append(time)
-            except (KeyError, TypeError, AttributeError):  # a line of another kind
-                continue
-        for one in series.values():
-            if len(one.pending.values) > MAX_BUCKETS:
+    def _add(self, offset: int, lines: bytes) -> None:
+        """Add the points of a part of the file."""
+        self._note_times(offset, lines)
+        found = columns(lines)
+        for node, name, steps, times, values in found or ():
+            self._pending(node, name).extend(steps, times, values)
+        if found is None:
+            for key, step, time, value in _points_of(lines):
+                self._pending(*key).add(step, time, value)
+        for one in self._series.values():
+            if one.pending.count > MAX_BUCKETS:
                 one.settle()
+
+    def _note_times(self, offset: int, lines: bytes) -> None:
+        """Keep the time of about every millionth byte, by which `_read` finds a part of the file."""
+        for shift in range(0, len(lines), _INDEX_BYTES):
+            start = lines.find(b"\n", shift) + 1 if shift else 0
+            for _, _, time, _ in _points_of(lines[start : lines.find(b"\n", start) + 1]):
+                self._chunks.append((max(time, self._chunks[-1][0] if self._chunks else time), offset + start))
+                break
+
+    def _pending(self, node: str, name: str) -> _Points:
+        one = self._series.get((node, name))
+        if one is None:
+            one = self._series[node, name] = Series()
+        return one.pending
 
     def _read(self, key: SeriesKey, since: float, until: float, otherwise: Array) -> Array:
         """Return a series' points of a time from the file; `otherwise` if that is too much to read."""
@@ -250,14 +273,19 @@ class MetricsIndex:
         if end - start > _READ_AT_MOST:
             return otherwise
         points = _Points()
-        for _, records, _ in _records(self._path, start, end):
-            for record in records:
-                for found, step, time, value in _points_of(record):
-                    if found == key and since <= time <= until:
-                        points.steps.append(step)
-                        points.times.append(time)
-                        points.values.append(value)
-        return points.rows() if points.values else otherwise
+        for _, _, lines in _parts(self._path, start, end):
+            found = columns(lines)
+            for column in found or ():
+                if (column.node, column.name) == key:
+                    points.extend(column.steps, column.times, column.values)
+            if found is None:
+                for other, step, time, value in _points_of(lines):
+                    if other == key:
+                        points.add(step, time, value)
+        if not points.count:
+            return otherwise
+        rows = points.rows()
+        return rows[(rows[:, _TIME] >= since) & (rows[:, _TIME] <= until)]
 
 
 @contextlib.contextmanager
@@ -308,18 +336,19 @@ def _plain(number: float) -> float | str | None:
     return float(f"{number:.7g}") if math.isfinite(number) else None
 
 
-def _points_of(record: Any) -> Iterator[tuple[SeriesKey, float, float, float]]:
-    """Yield the series, step, time and value of every number of a line; nothing for a line of another kind."""
-    try:
-        values, node, time, step = record["values"], record["node"], record["time"], record["step"]
-        for name, value in values.items():
-            yield (node, name), _as_number(step), time, _as_number(value)
-    except (KeyError, TypeError, AttributeError):
-        return
+def _points_of(lines: bytes) -> Iterator[tuple[SeriesKey, float, float, float]]:
+    """Yield the series, step, time and value of every number in the lines; nothing for a line of another kind."""
+    for record in _parsed(lines):
+        try:
+            node, time, step = record["node"], float(record["time"]), record["step"]
+            for name, value in record["values"].items():
+                yield (node, name), _as_number(step), time, _as_number(value)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
 
 
-def _records(path: Path, start: int, end: int) -> Iterator[tuple[int, list[Any], int]]:
-    """Yield (offset, parsed lines, bytes) of the finished lines between the offsets, in parts."""
+def _parts(path: Path, start: int, end: int) -> Iterator[tuple[int, int, bytes]]:
+    """Yield (offset, bytes, lines) of the finished lines between the offsets."""
     try:
         with open_plain(path) as file:
             file.seek(start)
@@ -329,7 +358,7 @@ def _records(path: Path, start: int, end: int) -> Iterator[tuple[int, list[Any],
                 whole = data.rfind(b"\n") + 1
                 left = data[whole:]
                 if whole:
-                    yield start, _parsed(data[:whole]), whole
+                    yield start, whole, data[:whole]
                     start += whole
                 elif len(left) > _LONGEST_LINE:
                     return

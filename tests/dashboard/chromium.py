@@ -15,7 +15,7 @@ from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 PROGRAM = next((found for name in _NAMES if (found := shutil.which(name))), None)
-_PATIENCE_S = 30.0
+_PATIENCE_S = 60.0
 
 
 class Chromium:
@@ -137,9 +137,9 @@ class Page:
         """Wait until a page is drawn."""
         self.wait(f"document.body?.dataset.ready === {json.dumps(page)}", patience_s)
 
-    def go(self, page: str) -> None:
+    def go(self, page: str, patience_s: float = 10.0) -> None:
         self.js(f"document.querySelector('nav a[data-page={page}]').click()")
-        self.ready(page)
+        self.ready(page, patience_s)
 
     def screenshot(self, path: Path) -> None:
         found = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lp_pipe.dashboard.metric_lines import columns
 from lp_pipe.dashboard.metrics_index import MAX_BUCKETS, MetricsIndex
 from tests.dashboard.fixtures import metric_line
 
@@ -116,3 +117,37 @@ def test_another_file_in_its_place_is_read_anew(tmp_path: Path) -> None:
     path.unlink()
     write_values(path, [1.0] * 3)
     assert index.names()[0]["points"] == 3
+
+
+def test_many_lines_are_read_as_json_reads_them() -> None:
+    chance = random.Random(7)
+    for _ in range(40):
+        names = [f"{chance.choice(['loss', 'a b', 'step', 'é', 'n' * 60])}{place}" for place in range(3)]
+        expected: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+        lines = ""
+        for number in range(50):
+            step = chance.choice([number, 10**17, 0])
+            values = {name: chance.choice([chance.random(), -1e-7 * chance.random(), 1e22, 3]) for name in names}
+            node, time = chance.choice(["a/0", "worker/17"]), round(1764139623 + chance.random(), 3)
+            lines += metric_line(node, step, time, values)
+            for name, value in values.items():
+                expected.setdefault((node, name), []).append((step, time, value))
+        found = columns(lines.encode()) or []
+        read = {(one.node, one.name): list(zip(one.steps, one.times, one.values, strict=True)) for one in found}
+        assert read == expected or "\\" in lines  # json.dumps has escaped a letter
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"time": 1, "node": "a/0", "step": 1, "values": {"a": "nan"}}',
+        '{"time": 1, "node": "a\\"/0", "step": 1, "values": {"a": 1}}',
+        '{"time": 1, "node": "a/0", "step": true, "values": {"a": 1}}',
+        '{"time": 1, "node": "a/0", "step": 1, "values": {}}',
+        '{"time": 1, "node": "a/0", "event": "resumed", "step": 1}',
+        'x"x"x"x"x"x"x"x"x"x"x"x"x',
+        "",
+    ],
+)
+def test_lines_of_another_form_are_left_to_json(line: str) -> None:
+    assert columns(f"{line}\n".encode()) is None

@@ -35,6 +35,7 @@ export async function metricsPage(main, page) {
       if (!found.has(one.name)) found.set(one.name, []);
       found.get(one.name).push(one.node);
     }
+    for (const nodes of found.values()) nodes.sort((a, b) => a.localeCompare(b, undefined, { numeric: true }));
     return found;
   }
 
