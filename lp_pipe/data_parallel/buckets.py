@@ -25,7 +25,7 @@ from lp_pipe.collectives.backend import Backend
 from lp_pipe.collectives.push_pull import PushPull
 from lp_pipe.data_parallel.gradient_sums import BucketSum, GradientSums
 from lp_pipe.errors import DataParallelError
-from lp_pipe.telemetry import waits
+from lp_pipe.telemetry import tracing, waits
 from lp_pipe.training.state_shards import OwnShard, flat, is_dense
 
 _LINE_BYTES = 64
@@ -468,8 +468,15 @@ class GradientBuckets(GradientSums):
     def _timed_sum(self, bucket: Bucket) -> None:
         began = time.monotonic()
         self._sum(bucket)
-        num_bytes = bucket.slots[0].numel() * bucket.slots.dtype.itemsize
-        self._sums_of_step.append(BucketSum(bucket.number, num_bytes, began, time.monotonic()))
+        self._note_sum(bucket, began)
+
+    def _note_sum(self, bucket: Bucket, began: float) -> None:
+        """Note that the sum of a bucket has ended, in a trace, too."""
+        num_bytes, ended = bucket.slots[0].numel() * bucket.slots.dtype.itemsize, time.monotonic()
+        self._sums_of_step.append(BucketSum(bucket.number, num_bytes, began, ended))
+        recorder = tracing.recorder
+        if recorder is not None:
+            recorder.add("sum of gradients", tracing.TRANSFER, began, ended, bucket=bucket.number, bytes=num_bytes)
 
     @torch.no_grad()
     def _sum(self, bucket: Bucket) -> None:

@@ -381,7 +381,9 @@ class Replica(NormalizesBatches):
         with self.own_steps.times.waiting(), self._waiting():
             try:
                 group = find_group()
-                return None if group is None else operation(group)
+                if group is not None:
+                    return operation(group)
             except GenerationOver as error:
                 self.own_steps.generation_is_over(error)
-                return None
+            self.own_steps.warn_of_no_meaning()
+            return None

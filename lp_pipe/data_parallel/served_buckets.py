@@ -1,5 +1,6 @@
 """The gradients of a model, in buckets that servers sum, each as soon as its last gradient is there."""
 
+import time
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -108,7 +109,9 @@ class ServedBuckets(GradientBuckets):
     def _sum_rest(self) -> None:
         self._begin_rest()
         for bucket in reversed(self._buckets):
+            began = time.monotonic()
             bucket.total = self._sums[bucket.number].wait()
+            self._note_sum(bucket, began)
 
     @torch.no_grad()
     def _begin(self, bucket: Bucket) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import logging
 import queue
 import threading
 import time
@@ -10,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lp_pipe.collectives.backend import GenerationOver
+from lp_pipe.collectives.backend import GenerationOver, place_of_call
 from lp_pipe.collectives.group import Group
 from lp_pipe.context import stop_event
 from lp_pipe.data_parallel.async_parameters import AsyncParameters
@@ -24,6 +25,7 @@ from lp_pipe.telemetry import tracing
 from lp_pipe.training.rng import step_rng
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _OPTIMIZER_PLACE = -1  # the number that stands for a replica in `step_rng` while an optimizer draws
 
 
@@ -48,6 +50,7 @@ class _CurrentStep:
     microbatches: dict[int, int] = field(default_factory=dict)  # by replica
     fires_at_call: int | None = None  # gradients since the last shard began, when the user called a collective
     changed: list[bool] = field(default_factory=list)  # buffers that replica 0 has written to
+    has_warned: bool = False
     ms_by_rank: list[float] = field(default_factory=list)  # of computation per micro-batch
 
     @property
@@ -178,6 +181,19 @@ class ReplicaSteps:
                 "later, and would not take part in it: use collectives inside the loop over steps"
             )
         return self.workers.group if self.has_values else None
+
+    def warn_of_no_meaning(self) -> None:
+        """Warn once that a collective in the rest of a finished step has no meaning; a dropped step comes again."""
+        now = self._now
+        if now is not None and now.phase is StepPhase.COMMITTED and not now.has_warned:
+            now.has_warned = True
+            _log.warning(
+                "%s: workers changed in step %d, which is finished: its collectives after optimizer.step() return "
+                "this worker's own values, at %s; those of the next step are right",
+                self.workers.node.name,
+                self.state.step,
+                place_of_call(),
+            )
 
     def generation_is_over(self, error: GenerationOver) -> None:
         """Note that an operation has failed because the members change; raise the error if they may not."""

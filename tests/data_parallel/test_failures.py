@@ -150,3 +150,25 @@ def test_a_checkpoint_goes_on_with_other_workers(launched: Any, tmp_path: Path) 
         assert differences(tmp_path, *plain_loop(steps, 4)) == [], number
         for file in tmp_path.glob("rank*.pt"):
             file.unlink()
+
+
+def reduce_after_the_step(replica: dp.Replica) -> None:
+    model = build()
+    optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for step in replica.steps(5, model=model, optimizer=optimizer):
+        for shard in replica.shards(batch(step)):
+            (F.cross_entropy(model(shard.input), shard.target) * shard.weight).backward()
+        if optimizer.step() and step == 2 and lp.context().name == "replicas/1":
+            raise OSError("this worker dies")
+        replica.all_reduce(torch.ones(1))
+
+
+def test_a_collective_without_a_meaning_in_a_finished_step_is_warned_of(
+    launched: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = lp.Program("replicas")
+    dp.add_replicas(program, reduce_after_the_step, replicas=3, seed=SEED, on_failure="shrink")
+    launched(program).wait(WITHIN_S)
+    told = [record.getMessage() for record in caplog.records if "own values" in record.getMessage()]
+    assert len(told) == 2 and {text.split(":")[0] for text in told} == {"replicas/0", "replicas/2"}
+    assert all("step 2" in text and f"{Path(__file__).name}:" in text for text in told)

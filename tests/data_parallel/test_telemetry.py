@@ -71,3 +71,27 @@ def test_a_rank_that_is_frozen_is_named_with_the_call_and_line_of_the_others(
     until(is_reported)
     os.kill(run.status()["replicas"][1]["pid"], signal.SIGCONT)
     run.wait(WITHIN_S)
+
+
+def test_a_trace_has_the_sum_of_each_bucket(launched: Any, tmp_path: Path) -> None:
+    program = lp.Program("replicas")
+    dp.add_replicas(program, three_steps, replicas=2)
+    launched(program, run_dir=tmp_path / "run", trace=True).wait(WITHIN_S)
+    written = json.loads((tmp_path / "run" / "trace.json").read_text())
+    spans = [event for event in written["traceEvents"] if event.get("name") == "sum of gradients"]
+    of_nodes: dict[int, list[tuple[int, int]]] = {}
+    for span in spans:
+        of_nodes.setdefault(span["pid"], []).append((span["args"]["bucket"], span["args"]["bytes"]))
+    assert len(of_nodes) == 2  # nodes
+    for sums in of_nodes.values():
+        assert sorted({bucket for bucket, _ in sums}) == [0, 1] and len(sums) == 3 * 2
+        assert dict(sums)[1] >= 4 * 16  # the weights, and the flags
+
+
+def three_steps(replica: dp.Replica) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, bucket_bytes=64)
+    for _ in replica.steps(3):
+        for shard in replica.shards((torch.ones(6, 4), torch.ones(6, 4))):
+            (model(shard.input).sum() * shard.weight).backward()
+        optimizer.step()
