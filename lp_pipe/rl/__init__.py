@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lp_pipe.rl import tree as tree
+from lp_pipe.rl.adders import Adder as Adder
 from lp_pipe.rl.adders import NStepAdder as NStepAdder
 from lp_pipe.rl.adders import RolloutAdder as RolloutAdder
 from lp_pipe.rl.adders import SequenceAdder as SequenceAdder
