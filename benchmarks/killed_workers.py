@@ -37,6 +37,7 @@ STEP_S = 0.02
 _WIDTH = 256  # three layers of 256 KiB
 _PAUSE_S = (0.2, 1.0)  # between the recovery from a kill and the next one
 _PATIENCE_S = 60.0
+_MOST_STEPS, _STEPS_LEFT = 10**6, 30  # after the last kill
 
 
 def build() -> nn.Module:
@@ -62,10 +63,24 @@ class Diary:
         os.write(self._file, f"{json.dumps(line)}\n".encode())
 
 
-def train(replica: dp.Replica, steps: int, folder: str) -> None:
+def last_step(folder: str) -> int | None:
+    """Return the number of steps of a training, once the parent has decided."""
+    file = pathlib.Path(folder) / "steps"
+    return int(file.read_text()) if file.exists() else None
+
+
+def end_after(folder: str, steps: int) -> None:
+    whole = pathlib.Path(folder) / "steps.new"
+    whole.write_text(str(steps))
+    whole.rename(pathlib.Path(folder) / "steps")
+
+
+def train(replica: dp.Replica, folder: str) -> None:
     model, diary = build(), Diary(folder)
     optimizer = replica.optimizer(torch.optim.Adam(model.parameters(), 1e-4), model)
-    for step in replica.steps(steps, model=model, optimizer=optimizer):
+    for step in replica.steps(_MOST_STEPS, model=model, optimizer=optimizer):
+        if step == last_step(folder):
+            break
         generation = replica.generation
         for x, ids, weight in replica.shards(batch(step)):
             (model(x).square().mean() * weight).backward()
@@ -74,7 +89,7 @@ def train(replica: dp.Replica, steps: int, folder: str) -> None:
         if optimizer.step():
             diary.note("done", step, generation=generation)
     if replica.rank == 0:
-        diary.note("end", steps, parameters=fingerprint(model))
+        diary.note("end", step, parameters=fingerprint(model))
 
 
 def torch_main(steps: int, folder: str) -> None:
@@ -147,23 +162,34 @@ def kill_workers(folder: str, pids: Callable[[], list[int]], kills: int, is_over
     return found
 
 
-def with_lp_pipe(kills: int, steps: int) -> dict[str, Any]:
+def with_lp_pipe(kills: int, steps: int | None = None) -> dict[str, Any]:
+    """Train for so many steps, or until all kills are done."""
     with tempfile.TemporaryDirectory() as folder:
         program = lp.Program("killed")
         options: dict[str, Any] = {"on_failure": "restart", "max_restarts": 10 * max(1, kills)}
-        dp.add_replicas(program, train, steps, folder, replicas=WORKERS, **options)
+        dp.add_replicas(program, train, folder, replicas=WORKERS, **options)
+        if steps is not None:
+            end_after(folder, steps)
         run = lp.launch(program, mode="process", run_dir=pathlib.Path(folder) / "run")
         try:
-            while kills and sum(line["event"] == "done" for line in lines(folder)) < 2 * WORKERS:
+            while kills and finished_steps(folder) < 2:
                 time.sleep(0.02)
             found = kill_workers(folder, partial(_pids, run), kills, lambda: False)
+            if steps is None:
+                steps = finished_steps(folder) + _STEPS_LEFT
+                end_after(folder, steps)
             run.wait(600)
         finally:
             run.stop()
         noted = list(lines(folder))
+    found["steps"] = steps
     found["parameters"] = next(line["parameters"] for line in noted if line["event"] == "end")
     found["steps_lost"], found["samples_wrong"] = lost(noted, steps)
     return found
+
+
+def finished_steps(folder: str) -> int:
+    return 1 + max((line["step"] for line in lines(folder) if line["event"] == "done"), default=-1)
 
 
 def lost(noted: list[dict[str, Any]], steps: int) -> tuple[int, int]:
@@ -191,7 +217,7 @@ def with_torchrun(kills: int) -> dict[str, Any]:
         with open(f"{folder}/log", "wb") as log:
             agent = subprocess.Popen([*command, f"--torch-folder={folder}"], stdout=log, stderr=log)
         try:
-            while sum(line["event"] == "done" for line in lines(folder)) < 2 * WORKERS and agent.poll() is None:
+            while finished_steps(folder) < 2 and agent.poll() is None:
                 time.sleep(0.05)
             found = kill_workers(folder, partial(_writing, folder), kills, lambda: agent.poll() is not None)
             found["agent_exit_status"] = agent.poll()
@@ -234,9 +260,8 @@ def main() -> None:
         torch_main(10**6, options.torch_folder)
         return
     load = os.getloadavg()[0]
-    steps = 60 + 70 * options.kills
-    killed = with_lp_pipe(options.kills, steps)
-    undisturbed = with_lp_pipe(0, steps)
+    killed = with_lp_pipe(options.kills)
+    undisturbed = with_lp_pipe(0, killed["steps"])
     beside = with_torchrun(options.torch_kills)
     rows = []
     for name, found in {"lp_pipe": killed, "torchrun": beside}.items():
