@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import queue
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from lp_pipe.dashboard.metrics_index import AXES, MAX_BUCKETS
 from lp_pipe.dashboard.run_view import RunView, state_of, summary_of
 from lp_pipe.errors import LpPipeError
 from lp_pipe.launch.run_records import RunRecord
+from lp_pipe.process_tree import owner_of
 from lp_pipe.rpc import CourierClient
 
 _log = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ class Routes:
             "/api/after": self._after,
             "/api/log": self._log,
             "/api/stacks": self._stacks,
-            "/api/events": lambda asked: self._view(asked).events()[-1000:],
+            "/api/events": lambda asked: self._view(asked).events_after(0)[1],
             "/api/hangs": lambda asked: self._view(asked).hangs(),
             "/api/checkpoints": lambda asked: self._view(asked).checkpoints(),
             "/api/timeline": lambda asked: self._view(asked).timeline(asked.get("trace")),
@@ -116,7 +118,7 @@ class Routes:
                 if record is None:
                     yield {"kind": "gone"}
                     return
-                if watch is None and record.is_live and record.control:
+                if watch is None and _may_ask(record):
                     watch = _LiveWatch(record)
                 news = [*changes.look(record, watch), *(watch.taken() if watch is not None else ())]
                 yield from news
@@ -187,8 +189,8 @@ class Routes:
 
     def _stacks(self, asked: Asked) -> Any:
         record = self._record(asked)
-        if not record.is_live or not record.control:
-            raise WrongRequest("the run is not live, so it has no stacks")
+        if not _may_ask(record):
+            raise WrongRequest("the run is not live, or another user's, so it tells no stacks")
         try:
             return {"text": _control(record, _STACKS_PATIENCE_S).stacks()}
         except LpPipeError as error:
@@ -296,10 +298,9 @@ class _Changes:
         if changed:
             self._states = states
             yield {"kind": "states", "states": changed}
-        events = self._view.events()
-        if len(events) > self._num_events:
-            yield {"kind": "events", "events": events[max(self._num_events, len(events) - 200) :]}
-            self._num_events = len(events)
+        self._num_events, events = self._view.events_after(self._num_events)
+        if events:
+            yield {"kind": "events", "events": events}
         try:
             size = self._view.folder.metrics.lstat().st_size
         except OSError:
@@ -343,6 +344,11 @@ class _LiveWatch:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _may_ask(record: RunRecord) -> bool:
+    """Return whether the launcher is live and this user's: a run.json may be anyone's, and name any socket."""
+    return record.is_live and bool(record.control) and owner_of(record.pid) in (None, os.getuid())
 
 
 def _control(record: RunRecord, patience_s: float) -> CourierClient:

@@ -7,6 +7,7 @@ never become a part of a path.
 import json
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,7 @@ from lp_pipe.telemetry.run_folder import RunFolder
 
 MAX_LOG_LINES = 2000
 FOLD_ABOVE = 8  # a larger group is one box
+_KEPT_EVENTS = 1000
 _LOG_BYTES = 256 << 10
 _HANG_BYTES = 256 << 10
 _MAX_SPANS = 20_000
@@ -40,24 +42,27 @@ class RunView:
         self.metrics = MetricsIndex(self.folder.metrics)
         self._lock = threading.Lock()
         self._new_events = AppendedLines(self.folder.events)
-        self._events: list[dict[str, Any]] = []
+        self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
+        self._num_events = 0
         self._states: dict[str, dict[str, Any]] = {}
 
     def record(self) -> RunRecord | None:
         """Return the run's record as it is now; None if the folder was removed."""
         return record_in(self.folder.path)
 
-    def events(self) -> list[dict[str, Any]]:
-        """Return all events so far, the oldest first."""
+    def events_after(self, number: int) -> tuple[int, list[dict[str, Any]]]:
+        """Return how many events there are so far, and those after the first `number`, of the newest 1,000."""
         with self._lock:
             for event in self._new_events.new():
                 self._events.append(event)
+                self._num_events += 1
                 _apply(self._states, event)
-            return self._events
+            new = min(self._num_events - number, len(self._events))
+            return self._num_events, list(self._events)[len(self._events) - new :] if new > 0 else []
 
     def states(self, record: RunRecord | None) -> dict[str, dict[str, Any]]:
         """Return the state of every node, as the events say; nodes of a launcher that was killed are "dead"."""
-        self.events()
+        self.events_after(0)
         is_dead = record is not None and state_of(record) == "dead"
         with self._lock:
             found = {name: dict(row) for name, row in self._states.items()}
@@ -120,7 +125,7 @@ class RunView:
 
     def hangs(self) -> dict[str, Any]:
         """Return the events of hangs, and the end of hangs.log, which has the stacks at that moment."""
-        found = [event for event in self.events() if event.get("event") == "hang"]
+        found = [event for event in self.events_after(0)[1] if event.get("event") == "hang"]
         text = b""
         try:
             with open_plain(self.folder.hangs) as file:
@@ -132,6 +137,8 @@ class RunView:
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """Return what the manifests of the checkpoints in the usual place say, the newest first."""
+        if self.folder.checkpoints.is_symlink():
+            return [{"name": self.folder.checkpoints.name, "error": "a link, which is not followed"}]
         found = []
         for path in reversed(checkpoints_in(self.folder.checkpoints)):
             row: dict[str, Any] = {"name": path.name}

@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _WORTH_GZIP = 1400
+_IDLE_S = 60.0
 _LARGEST_POST = 64 << 10
 _LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 
@@ -68,6 +69,7 @@ class DashboardServer(ThreadingHTTPServer):
 
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 128
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class DashboardServer(ThreadingHTTPServer):
         self.gatekeeper = Gatekeeper(names, self.server_port, scheme, is_read_only=is_read_only, token=token)
         self.static = _static_files()
         self._is_closing = threading.Event()
+        self.idle_s = None if is_loopback(host) else _IDLE_S
 
     def serve(self) -> None:
         """Answer until `close`, or an exception such as KeyboardInterrupt; sleeps while there is nothing to answer."""
@@ -136,6 +139,11 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "lp_pipe", ""
     disable_nagle_algorithm = True
     server: DashboardServer
+
+    def setup(self) -> None:
+        """Give connections of other hosts up that send nothing for a minute."""
+        super().setup()
+        self.connection.settimeout(self.server.idle_s)
 
     def do_GET(self) -> None:
         self._answer("GET")
