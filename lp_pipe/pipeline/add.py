@@ -199,8 +199,6 @@ def _check(
     check_precision(precision)
     if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
         raise PipelineError(f"zero={zero!r}: give 0, 1, 2 or 3")
-    if zero >= 2:
-        raise NotSupported(f"zero={zero} of a pipeline is not there yet: use zero=1")
 
 
 def _check_asynchronous(config: PipelineConfig) -> None:
@@ -243,6 +241,22 @@ def _check_zero(config: PipelineConfig, offload: Any) -> None:
             f"zero={config.zero} with an asynchronous schedule, whose stages update after every micro-batch: use "
             "zero=0, or a synchronous schedule, such as '1f1b'"
         )
+    if config.zero < 2:
+        return
+    if len(config.placement) > 1:
+        raise NotSupported(
+            f"zero={config.zero} with {len(config.placement)} stages: replicas divide gradients and parameters only of "
+            "a model in one stage: use stages=1, or zero=1"
+        )
+    ops = {action.op for action in config.schedule_for(config.microbatches).workers[0]}
+    if ops - {"F", "B"}:
+        raise NotSupported(
+            f"zero={config.zero} with a schedule that splits backwards: use one that does not, such as '1f1b'"
+        )
+    if config.zero == 3 and config.callbacks:
+        raise NotSupported("zero=3 with pp.Model(callbacks=…): the modules' parameters are in shards: use zero=2")
+    if set(config.devices) - {"auto", "cpu"}:
+        raise NotSupported(f"zero={config.zero} on {config.devices[0]}: parameters in shards are on the CPU for now")
 
 
 def _owners(model: Model, tied: Sequence[Names]) -> set[int]:

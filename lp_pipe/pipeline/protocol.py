@@ -365,9 +365,13 @@ class GetLearningRates(Command[dict[str, float]]):
 class GetState(Command[dict[str, Tensor]]):
     """Return the worker's parameters and buffers, on the host, with the versions of the modules that have them.
 
+    tag: of the operation, where replicas have shards of parameters: all of them get the command.
+
     Raises:
         Unavailable: this process was started again, with the initial weights.
     """
+
+    tag: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import nn
 
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
+from lp_pipe.collectives.inproc import InprocBackend
 from lp_pipe.errors import NotSupported, PipelineError
 from tests.pipeline.plain_loop import (
     D,
@@ -58,6 +59,9 @@ def check_steps_and_checkpoint(mode: str, folder: Path, **options: Any) -> None:
     [
         (1, [4], {"replicas": (2, 3), "clip_grad_norm": 0.1}),
         (1, [], {"replicas": (4,), "precision": "fp16", "schedule": "gpipe"}),
+        (2, [], {"replicas": (3,), "clip_grad_norm": 0.1}),
+        (3, [], {"replicas": (4,), "precision": "fp16", "clip_grad_norm": 0.1, "schedule": "gpipe"}),
+        (3, [], {"replicas": (2,), "recompute": ("every", 3)}),
     ],
 )
 def test_replicas_that_divide_state_train_to_the_same_bits(
@@ -69,22 +73,37 @@ def test_replicas_that_divide_state_train_to_the_same_bits(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["thread", "process"])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_every_number_of_replicas_trains_to_the_same_bits(mode: str, replicas: int, zero: int, tmp_path: Path) -> None:
     check_steps_and_checkpoint(mode, tmp_path, zero=zero, stages=1, replicas=(replicas,))
 
 
-def test_a_checkpoint_of_divided_state_is_loaded_by_one_process(tmp_path: Path) -> None:
-    model = without_batch_norm()
-    with launched("thread", model, BATCHES, stages=2, replicas=2, microbatches=4, zero=1) as pipeline:
-        pipeline.step()
-        pipeline.save(tmp_path)
-        pipeline.step()
-        trained = pipeline.state_dict()
+def test_checkpoints_of_divided_state_are_loaded_by_any_others(tmp_path: Path) -> None:
+    model, trained = without_batch_norm(), []
+    ways: list[dict[str, Any]] = [{"stages": 2, "zero": 1}, {"stages": 1, "zero": 3}, {"stages": 1}]
+    for number, options in enumerate(ways):
+        with launched("thread", model, BATCHES, replicas=2, microbatches=4, **options) as pipeline:
+            if number:
+                pipeline.load(tmp_path / str(number - 1))
+            pipeline.step()
+            pipeline.save(tmp_path / str(number))
+            trained.append(pipeline.fingerprint())
+    plain = PlainLoop(model, 4, replicas=[2] * 8)
     with launched("thread", model, BATCHES, stages=1, replicas=2, microbatches=4) as pipeline:
-        pipeline.load(tmp_path)
-        pipeline.step()
-        assert_same_state(pipeline.state_dict(), trained)
+        for fingerprint, batch in zip(trained, BATCHES, strict=False):
+            plain.step(batch)
+            pipeline.load_state_dict(plain.state_dict())
+            assert pipeline.fingerprint() == fingerprint
+
+
+def test_parameters_in_shards_are_replaced_by_a_state_dict() -> None:
+    model = without_batch_norm()
+    plain = PlainLoop(model, 4)
+    plain.step(BATCHES[0])
+    with launched("thread", model, stages=1, replicas=3, microbatches=4, zero=3) as pipeline:
+        pipeline.load_state_dict(plain.state_dict())
+        assert_same_state(pipeline.state_dict(), plain.state_dict())
+        assert torch.equal(pipeline.forward(BATCHES[0][0]), plain.output(BATCHES[0][0]))
 
 
 class _Explodes(nn.Module):
@@ -99,7 +118,7 @@ class _Explodes(nn.Module):
         return x * (float("inf") if self.calls == 2 else 1.0)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_infinite_gradient_of_one_replica_skips_the_step_on_all(zero: int) -> None:
     model = pp.Model([nn.Linear(D, D), pp.Layer(_Explodes), nn.Linear(D, D)], squared_error, adam)
     options = {"stages": 1, "replicas": 2, "microbatches": 2, "precision": "fp16", "zero": zero}
@@ -118,13 +137,53 @@ def test_an_infinite_gradient_of_one_replica_skips_the_step_on_all(zero: int) ->
     [
         ({"zero": 4}, PipelineError, "zero=4"),
         ({"zero": 1, "schedule": "pipedream"}, NotSupported, "asynchronous"),
+        ({"zero": 3}, NotSupported, "stages"),
+        ({"zero": 2, "stages": 1, "schedule": "zb_h1"}, NotSupported, "splits"),
         ({"offload": "disk"}, PipelineError, "disk"),
         ({"offload": "cpu"}, NotSupported, "offload"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_at_setup(options: dict[str, Any], error: type, word: str) -> None:
     with pytest.raises(error, match=word):
-        pp.add_pipeline(lp.Program("zero"), without_batch_norm(), stages=2, replicas=2, microbatches=4, **options)
+        pp.add_pipeline(
+            lp.Program("zero"), without_batch_norm(), **{"stages": 2, "replicas": 2, "microbatches": 4, **options}
+        )
+
+
+class _KeepsCount(nn.Linear):
+    """Writes to its own parameter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.bias.add_(1.0)
+        return super().forward(x)
+
+
+def test_a_forward_that_writes_to_a_parameter_in_shards_is_refused_by_name() -> None:
+    model = pp.Model([pp.Layer(_KeepsCount, D, D), nn.Linear(D, D)], squared_error, adam)
+    with (
+        launched("thread", model, random_batches([8]), stages=1, replicas=2, microbatches=2, zero=3) as pipeline,
+        pytest.raises(NotSupported, match=r"0\.bias"),
+    ):
+        pipeline.step()
+
+
+def test_sixteen_microbatches_make_one_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("all_reduce", "reduce_scatter"):
+        original = getattr(InprocBackend, name)
+
+        def counted(backend: Any, *args: Any, _original: Any = original, _name: str = name, **options: Any) -> None:
+            calls.append(_name)
+            _original(backend, *args, **options)
+
+        monkeypatch.setattr(InprocBackend, name, counted)
+    for zero, expected in [(0, ["all_reduce"]), (1, ["all_reduce"]), (2, ["reduce_scatter"]), (3, ["reduce_scatter"])]:
+        model = pp.Model([pp.Layer(nn.Linear, D, D)], squared_error, adam)
+        with launched("thread", model, random_batches([32]), stages=1, replicas=2, microbatches=32, zero=zero) as one:
+            calls.clear()
+            one.step()
+        assert calls == expected * 2  # by each replica
 
 
 def test_an_optimizer_that_needs_whole_parameters_is_refused_by_name() -> None:

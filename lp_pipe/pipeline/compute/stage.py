@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from lp_pipe.pipeline.layers.wrapper import unwrapped
 from lp_pipe.private_torch import buffers_of, has_node_hooks
 from lp_pipe.training.buffer_snapshot import BufferPlace, with_buffers
 from lp_pipe.training.device import CPU, autocast
-from lp_pipe.training.rng import backward_place, step_rng
+from lp_pipe.training.rng import PausableRng, backward_place, step_rng
 from lp_pipe.training.write_tracker import WritePolicy, WriteTracker, layers_with_max_norm
 
 EVALUATION = -1  # in place of a step's number
@@ -79,6 +79,19 @@ class _Later(NamedTuple):
 
     draws: tuple[int, int]
     accumulate: Callable[[Roots], None]
+
+
+class BlockMemory(Protocol):
+    """The memory of a stage's parameters, which is there only while a block of layers runs."""
+
+    def enter(self, block: int) -> None:
+        """Note that the forward of a block begins."""
+
+    def drawing(self, rng: PausableRng) -> AbstractContextManager[None]:
+        """Return the context of a backward, in which waits for other replicas let their threads draw."""
+
+    def leave(self, block: int, inputs: Any, outputs: Any, *, trains: bool) -> None:
+        """Note that the forward of a block has ended. trains: a backward will follow."""
 
 
 class Stage(NamedLayers):
@@ -130,6 +143,7 @@ class Stage(NamedLayers):
         self._weight_stash: dict[int, _Later] = {}
         self._node_hooks = _with_node_hooks(layers, first_layer)
         self._popped_gradients: dict[tuple[int, str], list[Tensor | None]] = {}
+        self.memory: BlockMemory | None = None  # of a stage whose parameters come and go
         # A function to call in place of `call` in forwards of training, to see what a layer makes.
         self.watch: Callable[[LayerCall, nn.Module, Any, dict[str, Any]], Any] | None = None
 
@@ -154,6 +168,14 @@ class Stage(NamedLayers):
         stash = self.activation_stash[microbatch if number is None else number] = ActivationStash((step, microbatch))
         with self._tracking():
             return self._run(message, step, microbatch, stash, {} if skips is None else skips)
+
+    def divide_into_blocks(self) -> list[list[nn.Module]]:
+        """Run each layer, and each recomputed segment, by itself from now on; return the layers of each."""
+        runs: list[tuple[_Layers, RecomputedSegment | None]] = []
+        for layers, segment in self._runs:
+            runs += [(layers, segment)] if segment is not None else [([layer], None) for layer in layers]
+        self._runs = runs
+        return [[layer for _, layer in layers] for layers, _ in runs]
 
     @property
     def is_idle(self) -> bool:
@@ -239,11 +261,16 @@ class Stage(NamedLayers):
         for name, skip in skips.items():
             skips[name] = enter(self._phony, skip, stash.popped_gradients.setdefault(name, []))
             unwritten += [ReadOnlyTensors(tensors_of(skips[name]), skip.overlapping)] if skip.overlapping else []
-        for layers, segment in self._runs:
+        for block, (layers, segment) in enumerate(self._runs):
+            given = value, *skips.values()
+            if self.memory is not None:
+                self.memory.enter(block)
             if segment is None or step == EVALUATION:
                 value = self._call(layers, step, microbatch, value, skips, shares_casts=step != EVALUATION)
             else:
                 value = segment.forward(partial(self._call, layers, step, microbatch), value, skips)
+            if self.memory is not None:
+                self.memory.leave(block, given, (value, *skips.values()), trains=step != EVALUATION)
         for received in unwritten:
             received.check()
         self._storage.elsewhere = unwritten
@@ -326,7 +353,8 @@ class Stage(NamedLayers):
     def _drawing(self, draws: tuple[int, int]) -> AbstractContextManager[Any]:
         """Return the context of a backward: what draws in it (noise on gradients) draws the same in every run."""
         step, microbatch = draws
-        return step_rng(self._seed, self.first_layer, step, backward_place(microbatch))
+        place = self._seed, self.first_layer, step, backward_place(microbatch)
+        return step_rng(*place) if self.memory is None else self.memory.drawing(PausableRng(*place))
 
 
 def _nothing() -> AbstractContextManager[None]:

@@ -66,7 +66,10 @@ class WholeModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state in the order of the layers: virtual stages of one worker may lie apart."""
-        parts = self._workers.some(self._ranks, GetState())
+        if self._config.zero == 3:
+            parts = self._workers.run(lambda tag, rank: GetState(tag))[:1]
+        else:
+            parts = self._workers.some(self._ranks, GetState())
         formats = itertools.chain.from_iterable(formats_of(part).items() for part in parts)
         return with_formats(self._config.names.whole(parts), dict(formats))
 

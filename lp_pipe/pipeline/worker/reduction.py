@@ -4,6 +4,7 @@ Replicas on one host add up in memory that all see (collectives/shared_memory.py
 (collectives/direct.py). The order of the additions is that of the ranks in both.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,7 +18,6 @@ from lp_pipe.errors import ChannelClosed, PipelineError
 from lp_pipe.membership import Membership
 from lp_pipe.pipeline.worker.channel_ends import ChannelEnds
 from lp_pipe.pipeline.worker.neighbours import Neighbours
-from lp_pipe.pipeline.worker.parameter_shards import ParameterShards
 from lp_pipe.private_torch import buffers_of
 from lp_pipe.training.buffer_snapshot import BufferSnapshot, set_buffer
 
@@ -68,18 +68,12 @@ class Reduction(ChannelEnds[int]):
         """
         if self._count == 1:
             return
-        self._tag = tag
-        try:
-            backend = self._joined(tag)
-            aborted, reason = self._aborted  # after the backend is known: `abort` goes the other way
-            if tag <= aborted:
-                raise ChannelClosed(reason)
+        with self.joined(tag) as backend:
             self._reduce(backend, tag, parameters, modules, before)
-        except GenerationOver as error:
-            raise ChannelClosed(str(error)) from error
 
-    def share_updates(self, tag: int, shards: ParameterShards) -> None:
-        """Give all replicas the parameters of which each has updated its shards.
+    @contextlib.contextmanager
+    def joined(self, tag: int) -> Iterator[Backend]:
+        """Join the replicas for collectives in operation `tag`, which all of them make in the body.
 
         Raises:
             ChannelClosed: as `reduce`.
@@ -87,10 +81,10 @@ class Reduction(ChannelEnds[int]):
         self._tag = tag
         try:
             backend = self._joined(tag)
-            aborted, reason = self._aborted
+            aborted, reason = self._aborted  # after the backend is known: `abort` goes the other way
             if tag <= aborted:
                 raise ChannelClosed(reason)
-            shards.share_updates(backend)
+            yield backend
         except GenerationOver as error:
             raise ChannelClosed(str(error)) from error
 
@@ -126,7 +120,7 @@ class Reduction(ChannelEnds[int]):
             endpoints = tuple(told[replica] for replica in range(self._count))
             membership = Membership(f"worker {self._worker}", tag, self._replica, members, endpoints)
             self._backend = open_shared(membership, file) or self._direct(membership)
-        if isinstance(self._backend, DirectBackend):
+        if isinstance(self._backend, DirectBackend) and self._backend.number < tag * _CALLS:
             self._backend.number = tag * _CALLS
         return self._backend
 

@@ -1,6 +1,6 @@
 """The optimizer of a worker: gradients, norms, updates, and what a checkpoint keeps of them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ from lp_pipe.pipeline.layers.model import OptimizerFactory, SchedulerFactory
 from lp_pipe.pipeline.layers.optimizer_factories import make_optimizer, make_scheduler, wants_metric
 from lp_pipe.pipeline.protocol import Report, UpdateProgress
 from lp_pipe.pipeline.saving.contents import Saved
-from lp_pipe.pipeline.worker.parameter_shards import ParameterShards
+from lp_pipe.pipeline.worker.parameter_shards import BlockShards, ParameterShards
 from lp_pipe.private_torch import versions_of
 from lp_pipe.training.gradients import GradientNorm, dense, is_finite, norms_of, unscale
 from lp_pipe.training.optimizer_state import (
@@ -86,6 +86,9 @@ class Training:
 
     def gradient_norms(self) -> dict[str, GradientNorm]:
         """Return the norms of all gradients, by parameter name."""
+        if self._shards is not None:
+            names = {parameter: name for name, parameter in self._parameters}
+            return {names[parameter]: norm for parameter, norm in self._shards.norms()}
         gradients = {name: parameter.grad for name, parameter in self._parameters if parameter.grad is not None}
         return dict(zip(gradients, norms_of(gradients.values()), strict=True))
 
@@ -105,7 +108,7 @@ class Training:
 
     def has_finite_gradients(self, norms: Mapping[str, GradientNorm] = MappingProxyType({})) -> bool:
         """Return whether no gradient holds NaN or infinity. norms: of the gradients, if they are known."""
-        gradients = [dense(parameter.grad) for _, parameter in self._parameters if parameter.grad is not None]
+        gradients = [dense(gradient) for gradient in self._gradients(self.parameters)]
         found = list(norms.values()) or norms_of(gradients)
         if not found or bool(torch.stack([norm for norm, _ in found]).isfinite().all()):
             return True
@@ -117,33 +120,38 @@ class Training:
         Like GradScaler it leaves out parameters that the optimizer does not have.
         """
         groups = self._optimizer.param_groups if self._optimizer is not None else []
-        gradients = [parameter.grad for group in groups for parameter in group["params"]]
-        return unscale([gradient for gradient in gradients if gradient is not None], factor)
+        return unscale(self._gradients(parameter for group in groups for parameter in group["params"]), factor)
+
+    def _gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Return the gradients of these parameters that there are; of those in shards the own part."""
+        if isinstance(self._shards, BlockShards):
+            found = self._shards.gradients()
+            return [found[parameter] for parameter in parameters if parameter in found and found[parameter].numel()]
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def step(
         self,
         step: int,
         total_norm: Tensor | None,
         max_norm: float | None,
-        share: Callable[[ParameterShards], None] = lambda _: None,
         *,
         skip: bool = False,
     ) -> None:
-        """Clip as torch.nn.utils.clip_grad_norm_ does, with the norm over all stages; then one optimizer step.
-
-        share: called after the update of shards, to give them to the other replicas.
-        """
+        """Clip as torch.nn.utils.clip_grad_norm_ does, with the norm over all stages; then one optimizer step."""
         if self._optimizer is None:
             self.clear_gradients()
             return
         self.update_progress, versions = UpdateProgress.NOT_BEGUN, versions_of(self.parameters)
         try:
             if max_norm is not None and total_norm is not None:
-                nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total_norm)
+                if self._shards is not None:
+                    self._shards.clip(max_norm, total_norm)
+                else:
+                    nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total_norm)
             if not skip:
                 self._step_optimizer(step, 0)
                 if self._shards is not None:
-                    share(self._shards)
+                    self._shards.share_updates()
             self.update_progress = UpdateProgress.WITHOUT_SCHEDULER
             self.step_scheduler()
             self.update_progress = UpdateProgress.DONE
@@ -185,7 +193,7 @@ class Training:
     def bytes(self) -> tuple[int, int, int]:
         """Return the bytes of the parameters, of the gradients, and of the optimizer's state."""
         parameters = [parameter for _, parameter in self._parameters]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = self._gradients(parameters)
         states = self._state().values()
         values = [value for values in states for value in values.values()]
         state = [part for value in values for part in (value.values if isinstance(value, TensorPart) else (value,))]
@@ -194,6 +202,8 @@ class Training:
 
     def clear_gradients(self) -> None:
         """Drop the gradients of all parameters, also of those that the optimizer does not have."""
+        if self._shards is not None:
+            self._shards.clear_gradients()
         for _, parameter in self._parameters:
             parameter.grad = None
 

@@ -1,9 +1,10 @@
 """A stage worker: has its stages' parameters, and runs its share of a schedule on them."""
 
+import contextlib
 import gc
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from lp_pipe.address import Address
 from lp_pipe.context import context
-from lp_pipe.errors import noting
+from lp_pipe.errors import NotSupported, noting
 from lp_pipe.pipeline.compute.stage import EVALUATION, stages_of
 from lp_pipe.pipeline.compute.stage_loss import StageLoss
 from lp_pipe.pipeline.config import PipelineConfig, WorkerConfig
@@ -48,7 +49,7 @@ from lp_pipe.pipeline.protocol import (
 from lp_pipe.pipeline.schedule import Action, Schedule, forward_on, share
 from lp_pipe.pipeline.worker.async_worker import AsyncWorker, Lookahead, NoLookahead
 from lp_pipe.pipeline.worker.channel_handle import ChannelTarget
-from lp_pipe.pipeline.worker.execution import Execution, Hook, Operation, hooked
+from lp_pipe.pipeline.worker.execution import Execution, Hook, Operation, RunAction, hooked
 from lp_pipe.pipeline.worker.links import Links
 from lp_pipe.pipeline.worker.metering import Metering
 from lp_pipe.pipeline.worker.microbatch_source import MicrobatchSource
@@ -56,7 +57,7 @@ from lp_pipe.pipeline.worker.mirror_store import MirrorStore
 from lp_pipe.pipeline.worker.module_settings import ModuleSettings, with_loss
 from lp_pipe.pipeline.worker.neighbours import Neighbours, own_hub
 from lp_pipe.pipeline.worker.nonfinite import NonFiniteSearch, UpdateGuard
-from lp_pipe.pipeline.worker.parameter_shards import ParameterShards
+from lp_pipe.pipeline.worker.parameter_shards import BlockShards, ParameterShards
 from lp_pipe.pipeline.worker.reduction import Reduction
 from lp_pipe.pipeline.worker.restart_check import RestartCheck
 from lp_pipe.pipeline.worker.rules import StepRules, copied_parameters
@@ -98,9 +99,9 @@ class StageWorker(CommandService):
         if not pipeline.has_batch_dims:
             for stage in self._stages.values():
                 refuse_time_first(stage.layers, stage.first_layer)
-        shards = self._parameter_shards()
+        self._shards = self._parameter_shards()
         stages = list(self._stages.values())
-        self.training = Training(stages, pipeline.optimizer, pipeline.lr_scheduler, pipeline.seed, shards)
+        self.training = Training(stages, pipeline.optimizer, pipeline.lr_scheduler, pipeline.seed, self._shards)
         loss = StageLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self.device)
         self._criterion = loss.call
         self._inner = [module for stage in self._stages.values() for module in stage.modules()]
@@ -123,6 +124,8 @@ class StageWorker(CommandService):
             self._microbatch_source,
             self._restart_check,
             self.device,
+            self._shards if isinstance(self._shards, BlockShards) and pipeline.zero == 3 else None,
+            self._joined,
         )
         mirrors = MirrorStore(worker.rank, self._state.snapshot, self._state.restore)
         shares = Shares(
@@ -185,14 +188,17 @@ class StageWorker(CommandService):
         self._restart_check.note_change()
         if self._config.callbacks:
             self._apply_callbacks(task.step)
-        operation = self._run(task, scale, self._hooks())
-        self._metering.before_update()
-        self._reduction.reduce(task.tag, self.training.parameters, self._modules, self._writes.buffers_before)
-        self.training.examine(operation.report, self._config, scale)
+        with self._joined(task.tag):
+            operation = self._run(task, scale, self._hooks())
+            self._metering.before_update()
+            parameters = [] if isinstance(self._shards, BlockShards) else self.training.parameters
+            self._reduction.reduce(task.tag, parameters, self._modules, self._writes.buffers_before)
+            self.training.examine(operation.report, self._config, scale)
         return operation.report
 
     def search_non_finite(self, command: SearchNonFinite) -> Report:
-        report = self._run(command.task, command.scale, (self._search,)).report
+        with self._joined(command.task.tag):
+            report = self._run(command.task, command.scale, (self._search,), sums=False).report
         report.nonfinite = self._search.found
         return report
 
@@ -215,8 +221,9 @@ class StageWorker(CommandService):
             eval_mode(self._inner),
             self._writes.undone(command.tag),
             hooked(self._execution.inference, hooks) as doing,
+            self._joined(command.tag),
         ):
-            self._execution.run(self._part_of(schedule), operation, doing)
+            self._run_part(schedule, operation, doing)
         operation.report_losses()
         return operation.report
 
@@ -224,14 +231,9 @@ class StageWorker(CommandService):
         self._restart_check.note_change()
         self._lookahead.discard()  # of a step that is left out, some forwards may be done
         stages = ", ".join(map(str, self._stages))
-        with noting(f"in {self._name}, update of stages {stages}, step {command.step}"), current(self.device):
-            self.training.step(
-                command.step,
-                command.total_norm,
-                self._config.clip_grad_norm,
-                lambda shards: self._reduction.share_updates(command.tag, shards),
-                skip=command.skip,
-            )
+        doing = noting(f"in {self._name}, update of stages {stages}, step {command.step}")
+        with doing, current(self.device), self._joined(command.tag):
+            self.training.step(command.step, command.total_norm, self._config.clip_grad_norm, skip=command.skip)
         self._writes.forget()
 
     def get_update_progress(self, _: GetUpdateProgress) -> tuple[str, UpdateProgress]:
@@ -255,6 +257,8 @@ class StageWorker(CommandService):
         self._metering.start()
 
     def change_modules(self, command: ChangeModules) -> Any:
+        if self._config.zero == 3:
+            raise NotSupported("apply() with zero=3: the modules' parameters are in shards: use zero=2")
         self._restart_check.note_change()
         self._lookahead.discard()
         self._versions_before = self._tensor_versions()
@@ -295,6 +299,8 @@ class StageWorker(CommandService):
         return (*metering, self._rules) if self._rules.are_due(trains=True) else metering
 
     def _write_tracker(self) -> WriteTracker:
+        if self._config.zero == 3 and self._shards is not None:  # writes to parameters are refused by the shards
+            return WriteTracker(self._inner, (), self._modules)
         named = {id(parameter): (name, parameter) for name, parameter in self.training.named_parameters.items()}
         refused: dict[str | BufferPlace, str] = {}
         for name, parameter, why in copied_parameters(self._config, self._stages):
@@ -302,19 +308,21 @@ class StageWorker(CommandService):
             refused.setdefault(known, why)
         return WriteTracker(self._inner, named.values(), self._modules, refused=refused)
 
-    def _run(self, task: StepTask, scale: float | None, hooks: tuple[Hook, ...]) -> Operation:
-        """Run the forwards and backwards of a step."""
+    def _run(self, task: StepTask, scale: float | None, hooks: tuple[Hook, ...], *, sums: bool = True) -> Operation:
+        """Run the forwards and backwards of a step. sums: add up gradients that replicas divide."""
         schedule = self._config.schedule_for(task.microbatches)
         operation = self._microbatch_source.operation(task, scale)
         self._writes.begin(task.tag, trains=True)
         with current(self.device), hooked(self._execution.training, hooks) as doing:
-            self._execution.run(self._part_of(schedule), operation, doing)
+            self._run_part(schedule, operation, doing, sums=sums)
         self._writes.end(trains=True)
         operation.report_losses()
         return operation
 
     def _discard(self, tag: int) -> None:
         self.training.clear_gradients()
+        if isinstance(self._shards, BlockShards):
+            self._shards.discard()
         self._writes.undo(tag)
         self._links.discard()
         self._reduction.discard()
@@ -339,7 +347,20 @@ class StageWorker(CommandService):
         if not self._config.zero or count == 1:
             return None
         named = [item for stage in self._stages.values() for item in stage.named_parameters()]
-        return ParameterShards(named, self._replica, count, self._config.zero)
+        if self._config.zero == 1:
+            return ParameterShards(named, self._replica, count, 1)
+        (stage,) = self._stages.values()
+        stage.memory = BlockShards(named, self._replica, count, self._config.zero, stage.divide_into_blocks())
+        return stage.memory
+
+    @contextlib.contextmanager
+    def _joined(self, tag: int) -> Iterator[None]:
+        """Join the other replicas for what they divide, in operation `tag`."""
+        if self._shards is None:
+            yield
+            return
+        with self._reduction.joined(tag) as self._shards.backend:
+            yield
 
     def _async_worker(self) -> AsyncWorker:
         share = self._replica, self._config.replicas[self._worker]
@@ -347,6 +368,29 @@ class StageWorker(CommandService):
         stage = self._stages[self._worker]
         guard = UpdateGuard(stage, self.training, self._search, self._config) if self._config.on_nan == "stop" else None
         return AsyncWorker(self._name, stage, self._config.timings, share, *parts, self._metering, guard)
+
+    def _run_part(
+        self, schedule: Schedule, operation: Operation, doing: Mapping[str, RunAction], *, sums: bool = False
+    ) -> None:
+        """Run this replica's share of the schedule."""
+        shards = self._shards
+        if not isinstance(shards, BlockShards):
+            self._execution.run(self._part_of(schedule), operation, doing)
+            return
+        # Replica 0 has as many micro-batches as any. One that has fewer makes the collectives of the missing ones.
+        pattern = share(schedule.workers[self._worker], self._config.replicas[self._worker], 0)
+        last = max((number for number, action in enumerate(pattern) if action.op == "B"), default=-1)
+        for number, action in enumerate(pattern):
+            own = action._replace(microbatch=action.microbatch + self._replica)
+            is_there = own.microbatch < schedule.microbatches
+            if action.op == "B":
+                with shards.backward(sums=sums and number == last):
+                    if is_there:
+                        self._execution.run([own], operation, doing)
+            elif is_there:
+                self._execution.run([own], operation, doing)
+            else:
+                shards.pass_by()
 
     def _part_of(self, schedule: Schedule) -> tuple[Action, ...]:
         return share(schedule.workers[self._worker], self._config.replicas[self._worker], self._replica)

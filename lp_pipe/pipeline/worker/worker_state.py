@@ -1,15 +1,17 @@
 """The state of a stage worker: what checkpoints and mirrors keep, and what they bring back."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.compute.stage_loss import StageLoss
-from lp_pipe.pipeline.layers.model_names import with_formats
+from lp_pipe.pipeline.layers.model_names import formats_of, with_formats
 from lp_pipe.pipeline.layers.state_shapes import accepted_by_modules, check_shapes, shape_mismatches
 from lp_pipe.pipeline.protocol import (
     AdoptCheckpoint,
@@ -28,10 +30,16 @@ from lp_pipe.pipeline.saving.contents import Saved, is_of, joined
 from lp_pipe.pipeline.worker.async_worker import Lookahead, NoLookahead
 from lp_pipe.pipeline.worker.microbatch_source import MicrobatchSource
 from lp_pipe.pipeline.worker.module_settings import ModuleSettings
+from lp_pipe.pipeline.worker.parameter_shards import BlockShards
 from lp_pipe.pipeline.worker.restart_check import RestartCheck
 from lp_pipe.pipeline.worker.training import Training
 from lp_pipe.training.device import to_host
+from lp_pipe.training.share_file import EntryKey
+from lp_pipe.training.tensor_parts import Box, TensorPart, boxes_of_range, memory_order
 from lp_pipe.training.write_tracker import WriteTracker
+
+if TYPE_CHECKING:  # 0.7 s
+    from lp_pipe.pipeline.saving.dcp_reading import SavedFolder
 
 
 @dataclass(eq=False)
@@ -50,6 +58,8 @@ class WorkerState:
     microbatch_source: MicrobatchSource
     restart_check: RestartCheck
     device: torch.device
+    shards: BlockShards | None  # of parameters, which are whole only while layers use them
+    joined: Callable[[int], AbstractContextManager[None]]  # with the other replicas, for an operation
     lookahead: Lookahead = field(default_factory=NoLookahead)
     _read: Saved | None = None  # by ReadCheckpoint, for AdoptCheckpoint
 
@@ -72,7 +82,7 @@ class WorkerState:
         """Return the state, not copied, on the host: the worker that guards this one may see no GPU."""
         self.writes.check()
         saved = Saved(
-            weights=self._on_host(),
+            weights=self._on_host() if self.shards is None else self._own_parts(self.shards),
             optimizer=self.training.optimizer_state(),
             lr_scheduler=self.training.scheduler_state(),
             versions=self.lookahead.versions(),
@@ -91,8 +101,11 @@ class WorkerState:
         self.settings.restore(saved.settings or {})
         self.lookahead.restore(saved.versions)
 
-    def get(self, _: GetState) -> dict[str, Tensor]:
-        return with_formats(self._on_host(), self._formats())
+    def get(self, command: GetState) -> dict[str, Tensor]:
+        if self.shards is None:
+            return with_formats(self._on_host(), self._formats())
+        with self.joined(command.tag), self.shards.whole(gathers=True):
+            return with_formats({name: value.clone() for name, value in self._on_host().items()}, self._formats())
 
     def names(self, _: GetStateNames) -> list[str]:
         return list(self._own())
@@ -108,23 +121,25 @@ class WorkerState:
 
         own, parameters = self._own(), self.training.named_parameters
         folder = SavedFolder(Path(command.path))
-        boxes = folder.boxes_of_states(self.training.own_boxes())
-        needed = [key for key in folder.keys if is_of(key, own, parameters) and boxes.get(key, True)]
+        boxes = {**folder.boxes_of_states(self.training.own_boxes()), **self._boxes_of_weights(folder)}
+        needed = [
+            key for key in folder.keys if is_of(key, own, parameters) and (boxes.get(key, True) or key[0] == "model")
+        ]
         saved = joined(folder.read(needed, boxes))
         kept: dict[str, list[str]] = {}
         if command.strict:
-            check_shapes(saved.weights, own, f"{command.path} is a checkpoint", self._loadable)
+            check_shapes(_outlined(saved.weights), own, f"{command.path} is a checkpoint", self._loadable)
         else:
             kept = {
                 "values are not in the checkpoint, and kept as they are": [
                     name for name in own if name not in saved.weights
                 ],
                 "values have another shape in the checkpoint, and are kept as they are": shape_mismatches(
-                    saved.weights, own, self._loadable
+                    _outlined(saved.weights), own, self._loadable
                 ),
             }
             saved = saved.keeping({name: own[name] for names in kept.values() for name in names})
-        fresh = self.training.check(saved)
+        fresh = self.training.check(saved._replace(weights=_outlined(saved.weights)))
         kept["parameters were not trained in the checkpoint, and begin with fresh optimizer state"] = fresh
         self._read = saved
         return {reason: names for reason, names in kept.items() if names}
@@ -147,6 +162,15 @@ class WorkerState:
         self.restart_check.check_joined()
         return self.training.learning_rates()
 
+    def _boxes_of_weights(self, folder: "SavedFolder") -> dict[EntryKey, tuple[Box, ...]]:
+        """Return which boxes of the saved parameters this replica needs, if it has shards of them."""
+        found: dict[EntryKey, tuple[Box, ...]] = {}
+        for name, parameter in self._named_parameters().items() if self.shards is not None else ():
+            key, shape = ("model", name), tuple(parameter.shape)
+            if self.shards is not None and key in folder.keys and folder.shape(key) == shape:
+                found[key] = boxes_of_range(shape, *self.shards.range_of(parameter), memory_order(parameter))
+        return found
+
     def _own(self) -> dict[str, Tensor]:
         return {name: value for stage in self.stages.values() for name, value in stage.state_dict().items()}
 
@@ -164,6 +188,44 @@ class WorkerState:
     def _load(self, state: Mapping[str, Tensor]) -> None:
         self.restart_check.note_change()
         self.lookahead.forget_versions()
-        for stage in self.stages.values():
-            stage.load_state_dict(state)
+        if self.shards is None:
+            for stage in self.stages.values():
+                stage.load_state_dict(state)
+        else:
+            self._load_shards(self.shards, state)
         self.writes.note_loaded()
+
+    def _load_shards(self, shards: BlockShards, state: Mapping[str, Any]) -> None:
+        """Load whole tensors, and parts of parameters that are this replica's."""
+        own, parts = self._own(), {name: value for name, value in state.items() if isinstance(value, TensorPart)}
+        # A part's parameter is loaded from itself: modules take all of their state or none.
+        whole = with_formats({**state, **{name: own[name] for name in parts}}, formats_of(state))
+        with shards.whole(gathers=False):
+            for stage in self.stages.values():
+                stage.load_state_dict(whole)
+        parameters = self._named_parameters()
+        for name, part in parts.items():
+            shards.set_part(parameters[name], part)
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters under all of their names."""
+        return {
+            prefix + name: parameter
+            for stage in self.stages.values()
+            for prefix, layer in stage.named_layers()
+            for name, parameter in layer.named_parameters(remove_duplicate=False)
+        }
+
+    def _own_parts(self, shards: BlockShards) -> dict[str, Any]:
+        """Return the state with parts in place of parameters."""
+        self.restart_check.check_joined()
+        parts, parameters = shards.parts(), self._named_parameters()
+        return {name: parts[parameters[name]] if name in parameters else value for name, value in self._own().items()}
+
+
+def _outlined(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tensors, with ones that have a shape and a dtype, and no elements, in place of parts."""
+    return {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, TensorPart) else value
+        for name, value in weights.items()
+    }
