@@ -88,15 +88,16 @@ class SavedFolder:
         return {key: parts.get(name, planner.state_dict.get(name)) for name, key in wanted.items()}
 
     def boxes_of_states(
-        self, own: Mapping[str, tuple[tuple[int, ...], tuple[Box, ...]]]
+        self, own: Mapping[str, tuple[tuple[int, ...], tuple[Box, ...]]], kind: str = "optimizer"
     ) -> dict[EntryKey, tuple[Box, ...]]:
         """Return which boxes to read of the optimizer's state, for a worker that has parts of parameters.
 
+        kind: "model": of the parameters themselves.
         own: by name the parameter's shape and the worker's boxes of it. State of another shape is read as a whole.
         """
         found: dict[EntryKey, tuple[Box, ...]] = {}
         for key in self.keys:
-            if key[0] == "optimizer" and key[1] in own:
+            if key[0] == kind and key[1] in own:
                 described, (shape, boxes) = self._metadata.state_dict_metadata[".".join(key)], own[key[1]]
                 if isinstance(described, TensorStorageMetadata) and shape and tuple(described.size) == shape:
                     found[key] = boxes

@@ -164,12 +164,13 @@ class WorkerState:
 
     def _boxes_of_weights(self, folder: "SavedFolder") -> dict[EntryKey, tuple[Box, ...]]:
         """Return which boxes of the saved parameters this replica needs, if it has shards of them."""
-        found: dict[EntryKey, tuple[Box, ...]] = {}
-        for name, parameter in self._named_parameters().items() if self.shards is not None else ():
-            key, shape = ("model", name), tuple(parameter.shape)
-            if self.shards is not None and key in folder.keys and folder.shape(key) == shape:
-                found[key] = boxes_of_range(shape, *self.shards.range_of(parameter), memory_order(parameter))
-        return found
+        if self.shards is None:
+            return {}
+        own = {}
+        for name, parameter in self._named_parameters().items():
+            shape = tuple(parameter.shape)
+            own[name] = shape, boxes_of_range(shape, *self.shards.range_of(parameter), memory_order(parameter))
+        return folder.boxes_of_states(own, "model")
 
     def _own(self) -> dict[str, Tensor]:
         return {name: value for stage in self.stages.values() for name, value in stage.state_dict().items()}
