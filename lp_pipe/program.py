@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from numbers import Integral
 from typing import Any
 
@@ -174,6 +175,14 @@ class Program:
     def __repr__(self) -> str:
         groups = ", ".join(f"{label} x {len(nodes)}" for label, nodes in self._groups.items())
         return f"Program({self._name!r}: {groups})"
+
+    def _repr_svg_(self) -> str | None:
+        """Return the picture of `lp_pipe graph`, which notebooks show; None if the graph is not valid yet."""
+        graph = import_module("lp_pipe.graph")  # by its name: it is made of programs, and imports this module
+        try:
+            return str(graph.to_svg(graph.GraphView.of(self)))
+        except ValueError:
+            return None
 
 
 def _owners_of(handle: Handle[Any], owners: dict[str, str], user: str, program: str) -> list[str]:

@@ -1,15 +1,17 @@
 """Short reports of node failures, with the places of the full tracebacks and logs."""
 
 import contextlib
+import html
 import importlib.util
 import os
 import re
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from lp_pipe.errors import NodeError
 from lp_pipe.launch.coordination.coordinator import Coordinator
@@ -23,6 +25,28 @@ _MAX_MESSAGE_LINES = 3
 _MAX_NOTES = 3
 _MAX_CRASH_OUTPUT = 3
 _KEPT_OUTER_LINES = 2
+
+
+def status_html(
+    program: str, run_dir: Path, status: Mapping[str, Sequence[Mapping[str, Any]]], *, is_over: bool
+) -> str:
+    """Return a table of the nodes, for notebooks."""
+    rows = []
+    for label, nodes in status.items():
+        for index, node in enumerate(nodes):
+            note = node["error"] or node["waiting"] or ""
+            color = {"running": "#2b8a3e", "failed": "#c92a2a"}.get(node["state"], "#6b7685")
+            cells = [
+                f"<td>{html.escape(f'{label}/{index}')}</td>",
+                f'<td style="color:{color}">{html.escape(node["state"])}</td>',
+                f"<td>{node['restarts'] or ''}</td>",
+                f"<td>{'' if node['calls_per_s'] is None else format(node['calls_per_s'], '.3g')}</td>",
+                f'<td style="text-align:left">{html.escape(str(note).partition(chr(10))[0][:200])}</td>',
+            ]
+            rows.append(f"<tr>{''.join(cells)}</tr>")
+    heads = "".join(f"<th>{name}</th>" for name in ("node", "state", "restarts", "calls/s", ""))
+    title = f"<b>{html.escape(program)}</b> {'has ended' if is_over else 'runs'}; {html.escape(str(run_dir))}"
+    return f"<div>{title}<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
 
 
 def save_failure(coordinator: Coordinator) -> None:

@@ -21,7 +21,7 @@ from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.open_metrics import OpenMetricsServer
 from lp_pipe.launch.processes.execute import failure_from
-from lp_pipe.launch.report import described_failure, save_failure
+from lp_pipe.launch.report import described_failure, save_failure, status_html
 from lp_pipe.launch.run_records import Outcome
 from lp_pipe.launch.services import EndedServices, LauncherServices
 from lp_pipe.launch.signals import Interrupts, Latch
@@ -37,6 +37,7 @@ from lp_pipe.telemetry.names import name_list
 _TERM_TO_KILL_S = 1.0
 _NAMED_AT_MOST = 5
 _LOOK_FOR_DEBUGGERS_S = 0.3
+_SHOWN_EVERY_S = 1.0  # in a notebook
 
 _log = logging.getLogger(__name__)
 
@@ -233,6 +234,24 @@ class Run:
         """
         self._check_owner()
         return watch(self._coordinator, self._hangs, self._is_over.wait, since)
+
+    def _repr_html_(self) -> str:
+        return status_html(self._program.name, self.run_dir, self._coordinator.status(), is_over=self.is_over)
+
+    def _ipython_display_(self) -> None:
+        """Show the nodes' states in a notebook, and keep them up to date until the run is over."""
+        from IPython.display import HTML, display
+
+        shown = display(HTML(self._repr_html_()), display_id=True)
+        if shown is None or self.is_over:  # no notebook
+            return
+
+        def update() -> None:
+            while not self._is_over.wait(_SHOWN_EVERY_S):
+                shown.update(HTML(self._repr_html_()))
+            shown.update(HTML(self._repr_html_()))
+
+        threading.Thread(target=update, name=f"display of {self._program.name}", daemon=True).start()
 
     def client(self, handle_or_label: Handle[Any] | str, index: int = 0) -> Any:
         """A client of a node: what its handle dereferences to in the launcher, once its server is up.
