@@ -17,6 +17,7 @@ from lp_pipe.dashboard.gatekeeper import new_token
 from lp_pipe.dashboard.routes import Routes
 from lp_pipe.dashboard.server import Certificate, DashboardServer
 from lp_pipe.errors import LaunchError
+from lp_pipe.launch.open_metrics import OpenMetricsServer
 from lp_pipe.launch.run_dir import usual_runs
 from lp_pipe.launch.run_records import RunRecord, record_in
 from lp_pipe.search.store import ExperimentFolder
@@ -61,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", type=Path, metavar="FILE", help="the certificate's key")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     parser.add_argument("--read-only", action="store_true", help="without buttons that change something")
+    parser.add_argument(
+        "--metrics-port",
+        type=whole_number("--metrics-port=", "a port", 9090),
+        metavar="PORT",
+        help="also serve the run's state as OpenMetrics at http://127.0.0.1:PORT/metrics (0: any free port)",
+    )
     parser.add_argument("--until-stdin-ends", action="store_true", help=argparse.SUPPRESS)  # of `lp_pipe launch --ui`
 
 
@@ -74,6 +81,8 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     if (arguments.cert is None) != (arguments.key is None):
         raise UsageError("--cert and --key belong together")
     find, places, single = _what(arguments.target)
+    if arguments.metrics_port is not None and single is None:
+        raise UsageError("--metrics-port shows one run: name it")
     routes = Routes(find, places, single, is_read_only=arguments.read_only)
     certificate = Certificate(arguments.cert, arguments.key) if arguments.cert is not None else None
     try:
@@ -90,6 +99,13 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     except (OSError, OverflowError) as error:
         raise NotLaunched(f"cannot serve at {arguments.host}, port {arguments.port}: {error}") from error
     print(server.gatekeeper.first_url, flush=True)
+    if arguments.metrics_port is not None:
+        try:
+            scraped = OpenMetricsServer(arguments.metrics_port)
+        except LaunchError as error:
+            raise NotLaunched(str(error)) from error
+        scraped.answer(routes.open_metrics)
+        print(f"metrics {scraped.url}", flush=True)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     with server:
         if arguments.open:

@@ -1,5 +1,6 @@
 """What each URL of the page answers: a table of queries, of actions, and the stream of what is new."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -19,6 +20,7 @@ from lp_pipe.dashboard.experiments import ExperimentView, experiments_in
 from lp_pipe.dashboard.metrics_index import AXES, MAX_BUCKETS
 from lp_pipe.dashboard.run_view import RunView, state_of, summary_of
 from lp_pipe.errors import LpPipeError
+from lp_pipe.launch.open_metrics import open_metrics_text
 from lp_pipe.launch.run_records import RunRecord
 from lp_pipe.process_tree import owner_of
 from lp_pipe.rpc import CourierClient
@@ -130,6 +132,22 @@ class Routes:
         finally:
             if watch is not None:
                 watch.is_over.set()
+
+    def open_metrics(self) -> str:
+        """Return the state of the newest run as OpenMetrics text."""
+        key = next(iter(self._listed()), "")
+        record, view = self._record({"run": key}), self._view({"run": key})
+        metrics = {
+            (one["node"], one["name"]): math.nan if one["last"] is None else one["last"] for one in view.metrics.names()
+        }
+        if _may_ask(record):
+            with contextlib.suppress(LpPipeError):
+                control = _control(record, _PATIENCE_S)
+                return open_metrics_text(control.status(), control.traffic(), metrics)
+        status: dict[str, list[dict[str, Any]]] = {}
+        for node, row in view.states(record).items():
+            status.setdefault(node.rpartition("/")[0], []).append(row)
+        return open_metrics_text(status, [], metrics)
 
     # Runs.
 

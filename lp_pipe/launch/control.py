@@ -16,6 +16,7 @@ from lp_pipe.connections.socket_dir import make_socket_dir
 from lp_pipe.graph import GraphView
 from lp_pipe.launch.cleanup import prune_entries
 from lp_pipe.launch.coordination.coordinator import Coordinator
+from lp_pipe.launch.edge_traffic import Traffic, traffic_of
 from lp_pipe.launch.hangs.hang_watch import HangWatch
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.invocation import current_folder, current_invocation, git_state, versions
@@ -67,6 +68,10 @@ class Control:
     def stacks(self) -> str:
         """Return Run.stacks()."""
         return self._host.stacks()
+
+    def traffic(self) -> list[Traffic]:
+        """Return what has gone along each edge, as the processes said last."""
+        return traffic_of(self._hangs.views(), self._coordinator.plan.owners)
 
     def watch(self, since: float | None = None) -> Iterator[dict[str, Any]]:
         """Yield what Run.watch() does."""

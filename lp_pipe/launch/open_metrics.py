@@ -128,6 +128,10 @@ class OpenMetricsServer:
             traffic = traffic_of(hangs.views(), coordinator.plan.owners)
             return open_metrics_text(coordinator.status(), traffic, self.latest.values())
 
+        self.answer(text)
+
+    def answer(self, text: Callable[[], str]) -> None:
+        """Answer with what the function returns from now on."""
         self._text = text
 
     def _serve(self) -> None:

@@ -204,6 +204,17 @@ def test_experiments_are_shown_with_trials_and_curves(serve: Serve, tmp_path: Pa
     assert status == 400 and b"small" in body
 
 
+def test_state_of_a_run_is_told_as_open_metrics(serve: Serve, tmp_path: Path) -> None:
+    write_run(tmp_path / "one", {"trainer": 1, "stages": 1})
+    write_events(tmp_path / "one", {"event": "death", "node": "stages/0", "how": "SIGKILL"})
+    (tmp_path / "one" / "metrics.jsonl").write_text(metric_line("trainer/0", 1, 1.0, {"loss": 0.25}))
+    lines = serve(tmp_path / "one").routes.open_metrics().splitlines()
+    assert 'lp_pipe_node_up{node="trainer/0"} 1.0' in lines
+    assert 'lp_pipe_node_up{node="stages/0"} 0.0' in lines
+    assert 'lp_pipe_metric{name="loss",node="trainer/0"} 0.25' in lines
+    assert lines[-1] == "# EOF"
+
+
 def test_server_sleeps_while_nobody_looks(serve: Serve, tmp_path: Path) -> None:
     write_run(tmp_path / "one", {"trainer": 1})
     browser = Browser(serve(tmp_path / "one"))
