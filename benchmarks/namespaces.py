@@ -23,11 +23,11 @@ class Host(NamedTuple):
         """The command that runs this one in there. Not `ip netns exec`, which mounts another /sys."""
         return ["nsenter", f"--net=/run/netns/{self.namespace}", *arguments]
 
-    def sent_bytes(self) -> int:
-        """Return the bytes at its end of the link, with headers."""
+    def sent_bytes(self, header_bytes: int = 0) -> int:
+        """Return the bytes at its end of the link. header_bytes: of each packet, which are not counted."""
         shown = _run(*self.command("ip", "-j", "-s", "link", "show", "dev", self.device))
         statistics: dict[str, Any] = json.loads(shown)[0]["stats64"]["tx"]
-        return int(statistics["bytes"])
+        return int(statistics["bytes"]) - header_bytes * int(statistics["packets"])
 
     def limit(self, bytes_per_s: float | None) -> None:
         """Limit what it sends from now on; None: no limit."""

@@ -17,6 +17,8 @@ _HAS_EPOLL = hasattr(select, "epoll")
 _PAUSED = select.EPOLLONESHOT if _HAS_EPOLL else 0
 # Smaller amounts may wait in the system's buffers: a thread that wakes up for them takes a core from the computation.
 _WORTH_WAKING_BYTES = 1 << 18
+_EAGER_BYTES = 1 << 16  # of a frame that has arrived in part
+_RECORD_BYTES = 17 << 10
 _ARMED = select.EPOLLIN | select.EPOLLRDHUP | _PAUSED if _HAS_EPOLL else 0
 
 
@@ -39,24 +41,31 @@ class WatchedConnection:
 
     def resume(self) -> None:
         """Let the background reader read: the owner does something else."""
-        self.connection.be_ready_at(self._reader.wake_up_bytes)
+        self.connection.be_ready_at(self._worth_waking_bytes())
         self._reader.set(self, _ARMED)
 
     def leave(self) -> None:
         """Stop reading, as the one thread that reads; other threads may read now, also the background reader."""
-        self.connection.be_ready_at(self._reader.wake_up_bytes)  # first: the next reader must wake at the first byte
+        self.connection.be_ready_at(self._worth_waking_bytes())  # first: the next reader must wake at the first byte
         self.connection.done_reading()
         self._reader.set(self, _ARMED)
+
+    def _worth_waking_bytes(self) -> int:
+        """Return how much must arrive to wake the background reader up."""
+        if not self._reader.is_eager:
+            return _WORTH_WAKING_BYTES
+        # TLS may have taken a part of its next record already, which the kernel does not count.
+        return max(1, min(_EAGER_BYTES, self.connection.missing_bytes - _RECORD_BYTES))
 
 
 class BackgroundReader:
     """A background thread of a process, which reads all connections given to `watch`.
 
-    wake_up_bytes: how much must have arrived for the thread to read it; less stays in the system's buffers.
+    is_eager: whether it reads each frame once that has arrived; else less than 256 KiB stay in the system's buffers.
     """
 
-    def __init__(self, wake_up_bytes: int = _WORTH_WAKING_BYTES) -> None:
-        self.wake_up_bytes = wake_up_bytes
+    def __init__(self, *, is_eager: bool = False) -> None:
+        self.is_eager = is_eager
         self._reset()
         os.register_at_fork(after_in_child=self._reset)  # a child lacks the thread, and must not use this epoll
 
@@ -113,4 +122,4 @@ class BackgroundReader:
 
 
 shared = BackgroundReader()
-eager = BackgroundReader(1)  # for connections without an owner that reads them while it waits
+eager = BackgroundReader(is_eager=True)  # for connections without an owner that reads them while it waits

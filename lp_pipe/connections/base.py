@@ -182,6 +182,11 @@ class PulledConnection(Connection):
     def is_inside_frame(self) -> bool:
         """Whether a frame has arrived in part."""
 
+    @property
+    @abstractmethod
+    def missing_bytes(self) -> int:
+        """The number of bytes that must still arrive to complete the frame that has arrived in part; 0 outside one."""
+
     @abstractmethod
     def be_ready_at(self, size: int) -> None:
         """Make `wait` return only when `size` bytes have arrived, when no more fit in, or at the end."""

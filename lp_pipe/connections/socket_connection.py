@@ -104,6 +104,10 @@ class SocketConnection(PulledConnection):
     def is_inside_frame(self) -> bool:
         return self._reader.is_inside_frame
 
+    @property
+    def missing_bytes(self) -> int:
+        return self._reader.missing_bytes
+
     def be_ready_at(self, size: int) -> None:
         with contextlib.suppress(OSError):  # the socket is closed
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)

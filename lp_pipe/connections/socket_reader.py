@@ -42,6 +42,11 @@ class SocketReader:
     def is_inside_frame(self) -> bool:
         return self._frame is not None
 
+    @property
+    def missing_bytes(self) -> int:
+        """The number of bytes that the begun frame lacks."""
+        return sum(map(len, self._missing)) - (self._end - self._start) if self._missing else 0
+
     def close(self) -> None:
         """Release the peer's memory; buffers that were handed out stay valid as long as they are used."""
         if self._importer is not None:
