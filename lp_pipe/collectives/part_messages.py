@@ -23,6 +23,7 @@ from lp_pipe.collectives.compression import Compression
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.connections.base import OnClose, OnFrame
 from lp_pipe.connections.kernel_calls import has_epoll
+from lp_pipe.connections.socket_connection import SocketConnection
 
 _PART = struct.Struct("<q I B B Q")
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
@@ -101,6 +102,8 @@ def begin(connection: Connection, on_frame: OnFrame, on_close: OnClose) -> Conne
     if connection.is_same_process():
         connection.start(on_frame, on_close)
         return connection
+    if isinstance(connection, SocketConnection):
+        connection.prefer_cubic()
     queued = QueuedConnection(connection)
     if isinstance(connection, PulledConnection) and has_epoll():
         queued.attach(on_frame, on_close)

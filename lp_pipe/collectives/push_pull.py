@@ -1,6 +1,6 @@
 """A worker's end of the servers that sum: it pushes parts of tensors and pulls the sums, several at a time.
 
-    begin(tensor) ──► parts, front layers first ──► at most 24 without an answer ──► servers
+    begin(tensor) ──► parts, front layers first ──► at most 32 without an answer ──► servers
     wait()        ◄── sums, into the tensor's place ◄─────────────────────────────────┘
 
 Without the limit, a front layer's gradient, which is there last, would queue in the network behind all others.
@@ -26,7 +26,8 @@ from lp_pipe.errors import CollectiveMismatch
 from lp_pipe.membership import Membership
 from lp_pipe.telemetry import waits
 
-_WIRE_BYTES = 128 << 10  # of a part: smaller ones cost more processor time, larger ones wait longer for their server
+# Of a part on the wire. With 128 KiB and 24 parts, sums of 4 workers over links of 200 Mbit/s took 1.17 times as long.
+_WIRE_BYTES = 32 << 10
 _COMPRESSED_BYTES = 512 << 10  # of a part before its compression
 OnDone = Callable[[Exception | None], None]
 _TURNS = 240  # of the servers, before they repeat
@@ -39,7 +40,7 @@ class PushPullOptions:
     partition_bytes: int = 1 << 18
     priority: bool = True
     compression: Compression | None = None
-    limit: int = 24
+    limit: int = 32
 
 
 def server_shares(workers: int, servers: int, *, is_colocated: bool) -> tuple[float, float]:

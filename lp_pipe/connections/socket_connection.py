@@ -104,6 +104,12 @@ class SocketConnection(PulledConnection):
     def is_inside_frame(self) -> bool:
         return self._reader.is_inside_frame
 
+    def prefer_cubic(self) -> None:
+        """Send as TCP's cubic says, where the system can: with many busy connections bbr takes longer."""
+        if self._socket.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_CONGESTION"):
+            with contextlib.suppress(OSError):  # the kernel lacks it
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+
     @property
     def missing_bytes(self) -> int:
         return self._reader.missing_bytes
