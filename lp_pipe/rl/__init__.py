@@ -23,6 +23,7 @@ from lp_pipe.rl.experiment import Builder as Builder
 from lp_pipe.rl.experiment import Evaluation as Evaluation
 from lp_pipe.rl.experiment import ExperimentConfig as ExperimentConfig
 from lp_pipe.rl.experiment import Free as Free
+from lp_pipe.rl.experiment import Inference as Inference
 from lp_pipe.rl.experiment import Learner as Learner
 from lp_pipe.rl.experiment import Network as Network
 from lp_pipe.rl.experiment import Policy as Policy

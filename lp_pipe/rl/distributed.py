@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 
 import lp_pipe as lp
 from lp_pipe.checkpoint import Checkpoints
-from lp_pipe.errors import NotSupported
 from lp_pipe.programs.generations import GenerationServer, StaleGeneration, has_stopped
 from lp_pipe.programs.waiting import until_the_stop
 from lp_pipe.rl.environment_loop import EnvironmentLoop
-from lp_pipe.rl.experiment import ExperimentConfig, Rounds, Spec
+from lp_pipe.rl.experiment import ExperimentConfig, Inference, Rounds, Spec
+from lp_pipe.rl.inference import InferenceServer, RemotePolicy
 from lp_pipe.rl.repeated_deaths import RepeatedDeaths
 from lp_pipe.rl.rounds import (
     ActorRecord,
@@ -54,22 +54,17 @@ _LOG_EVERY_S = 1.0
 
 
 def make_distributed_experiment(
-    experiment: ExperimentConfig, num_actors: int = 1, *, inference: None = None
+    experiment: ExperimentConfig, num_actors: int = 1, *, inference: Inference | None = None
 ) -> lp.Program:
     """Return a program with the groups learner, replay, counter, actor and evaluator; `rl.load(run.run_dir)` reads it.
 
-    An environment is made here, to see whether all parts fit.
+    An environment is made here, to see whether all parts fit. inference: a node of that group acts for all actors.
 
     Raises:
         ValueError: the parts do not fit together.
-        NotSupported: an inference server is asked for.
     """
     if num_actors < 1:
         raise ValueError(f"make_distributed_experiment: num_actors must be at least 1, got {num_actors}")
-    if inference is not None:
-        raise NotSupported(
-            "make_distributed_experiment: inference is not there yet; actors have the network themselves"
-        )
     environments = make_environment(experiment, 0)
     parts = ExperimentParts(experiment, num_actors, environments)
     for environment in environments if isinstance(environments, list) else [environments]:
@@ -82,9 +77,15 @@ def make_distributed_experiment(
     with program.group("learner", on_failure="restart", max_restarts=None):
         node = lp.CourierNode(ExperimentLearner, experiment, parts.spec, parts.options, replay, counter)
         learner = program.add_node(node)
+    acting = None
+    if inference is not None:
+        size = inference.batch_size or num_actors
+        with program.group("inference", on_failure="restart", max_restarts=None):
+            server = lp.CourierNode(InferenceServer, experiment, parts.spec, learner, size, inference.timeout)
+            acting = program.add_node(server)
     with program.group("actor", on_failure="restart", max_restarts=None):
         for _ in range(num_actors):
-            program.add_node(lp.PyNode(act, experiment, parts.spec, replay, learner))
+            program.add_node(lp.PyNode(act, experiment, parts.spec, replay, learner, acting))
     with program.group("evaluator", on_failure="restart", max_restarts=None):
         program.add_node(lp.PyNode(evaluate, experiment, parts.spec, learner, counter))
     return program
@@ -286,15 +287,30 @@ class ExperimentLearner(GenerationServer):
         self._counts: dict[str, int] = {}
         self._last_log = 0.0
 
-    async def begin(self, generation: str, number: int) -> tuple[int, Any] | None:
+    async def begin(self, generation: str, number: int, needs_weights: bool) -> tuple[int, Any] | None:
         """Wait until an actor may begin a round; return learner steps and weights, or None: the experiment is over."""
         self._changes.attach()
         if self._lag is None:
             self._check(generation)
-            return None if any(self._good_enough.values()) else self._learner.newest
-        version = max(0, number - 1 - self._lag)
-        await self._until(generation, lambda: version in self._good_enough)
-        return None if self._good_enough[version] else self._version(version)
+            is_over, found = any(self._good_enough.values()), self._learner.newest
+        else:
+            version = max(0, number - 1 - self._lag)
+            await self._until(generation, lambda: version in self._good_enough)
+            is_over, found = self._good_enough[version], self._version(version)
+        if is_over:
+            return None
+        return found if needs_weights else (found[0], None)
+
+    async def newer(self, known: int) -> tuple[int, Any]:
+        """Wait for other weights than those after round `known`, and return them with their round.
+
+        Raises:
+            StaleGeneration: the program stops.
+        """
+        self._changes.attach()
+        while self._generation is None or self._learner.round == known:
+            await self._change()
+        return self._learner.round, self._learner.newest[1]
 
     async def weights(self, generation: str, number: int) -> Any:
         """Return the weights after a learner round."""
@@ -361,6 +377,7 @@ class ExperimentLearner(GenerationServer):
             samples = [row(packed.samples, place) for place in range(packed.num_samples)]
             priorities = self._learner.learn(samples, lambda step: self._deaths.at(number, step))  # noqa: B023
             self._deaths.leave(number)
+            self._changes.notify_from_outside()
             self._finishing = self._replay.futures.finish(generation, number, priorities)
             self._counts = {**packed.counts, "learner_steps": self._learner.steps}
             if self._counter.add_round(generation, number, self._counts, is_last):
@@ -451,9 +468,9 @@ class ExperimentLearner(GenerationServer):
 
 
 @until_the_stop()
-def act(experiment: ExperimentConfig, spec: Spec, replay: Any, learner: Any) -> None:
+def act(experiment: ExperimentConfig, spec: Spec, replay: Any, learner: Any, inference: Any) -> None:
     """Act in rounds, for one generation after another; the function of an actor's node."""
-    actor = _Actor(experiment, spec, replay, learner)
+    actor = _Actor(experiment, spec, replay, learner, inference)
     while not lp.stop_event().is_set():
         try:
             actor.act_for_a_generation()
@@ -464,8 +481,9 @@ def act(experiment: ExperimentConfig, spec: Spec, replay: Any, learner: Any) -> 
 class _Actor:
     """The actor of a node, in one generation after another."""
 
-    def __init__(self, experiment: ExperimentConfig, spec: Spec, replay: Any, learner: Any) -> None:
+    def __init__(self, experiment: ExperimentConfig, spec: Spec, replay: Any, learner: Any, inference: Any) -> None:
         self._config, self._spec, self._replay, self._learner = experiment, spec, replay, learner
+        self._inference = inference
         self._index = lp.context().index
         self._deaths = RepeatedDeaths(f"actor-{self._index}")
         with self._deaths.watched():
@@ -480,7 +498,10 @@ class _Actor:
         generation, record = _result(self._replay.futures.join(self._index, self._generation))
         with self._deaths.watched():
             environments = make_environment(self._config, self._index)
-            loop = make_loop(self._config, self._spec, self._network, self._index, environments, self._mark)
+            policy = self._config.builder.make_policy(self._network, self._spec, False)
+            if self._inference is not None:
+                policy = RemotePolicy(policy, self._inference)
+            loop = make_loop(self._config, self._spec, policy, self._index, environments, self._mark)
         try:
             if record.state is not None:
                 with self._deaths.watched():
@@ -488,7 +509,8 @@ class _Actor:
             start = _result(self._replay.futures.start(generation, self._index, record.number + 1))
             while not start.is_over:
                 begun = time.perf_counter()
-                version = _result(self._learner.futures.begin(generation, start.number))
+                needs_weights = self._inference is None
+                version = _result(self._learner.futures.begin(generation, start.number, needs_weights))
                 if version is None:
                     break
                 self._waited_s += time.perf_counter() - begun
@@ -504,7 +526,8 @@ class _Actor:
     def _act(self, loop: EnvironmentLoop, start: RoundStart, learner_steps: int, weights: Any) -> Delivery:
         self._round = start.number
         with self._deaths.watched():
-            self._network.load_state_dict(weights)
+            if weights is not None:
+                self._network.load_state_dict(weights)
             delivery = act_round(loop, start, learner_steps)
         self._log(loop, start, delivery)
         return delivery

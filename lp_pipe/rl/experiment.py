@@ -147,6 +147,28 @@ class Free:
 
 
 @dataclass(frozen=True)
+class Inference:
+    """A node that acts for all actors, in batches: the network is in one place, which may have a GPU.
+
+    batch_size: requests of actors in a batch; None: one of each actor. timeout: seconds after which a batch that is not
+    full starts. Source: Espeholt et al., "SEED RL" (2020), section 3.
+    """
+
+    batch_size: int | None = None
+    timeout: float = 0.005
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ValueError: a number is out of range.
+        """
+        if (self.batch_size is not None and self.batch_size < 1) or self.timeout < 0:
+            raise ValueError(
+                "Inference: batch_size must be at least 1 and timeout at least 0, got "
+                f"batch_size={self.batch_size}, timeout={self.timeout}"
+            )
+
+
+@dataclass(frozen=True)
 class ExperimentConfig:
     """An agent, its environment, and how long it learns.
 

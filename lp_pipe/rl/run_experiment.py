@@ -47,7 +47,8 @@ class _Experiment:
         self._acting, self._evaluated = copy.deepcopy(parts.network), copy.deepcopy(parts.network)
         self._table, self._learner = make_table(parts.options), parts.learner
         self._evaluations = Evaluations(experiment.evaluation.every, experiment.evaluation.stop_at)
-        self._actors = [make_loop(experiment, spec, self._acting, *actor) for actor in enumerate(environments)]
+        acting = experiment.builder.make_policy(self._acting, spec, False)
+        self._actors = [make_loop(experiment, spec, acting, *actor) for actor in enumerate(environments)]
         self._evaluator = Evaluator(experiment, spec, self._evaluated)
         self._checkpoints: Checkpoints | None = None
         if run_dir is not None:
@@ -150,7 +151,7 @@ def check_band(table: Table, batch_size: int) -> None:
 def make_loop(
     experiment: ExperimentConfig,
     spec: Spec,
-    network: Network,
+    policy: Policy,
     index: int,
     environments: Any,
     before_call: Callable[[int, int, int, int], object] | None = None,
@@ -158,7 +159,7 @@ def make_loop(
     """Return the loop of an actor."""
     return EnvironmentLoop(
         environments,
-        experiment.builder.make_policy(network, spec, False),
+        policy,
         experiment.builder.make_adder(spec),
         None,
         experiment.observers,

@@ -190,3 +190,26 @@ def _env_steps(counter: Any) -> int:
         return int(counter.get().get("env_steps", 0))
     except lp.Unavailable:
         return 0
+
+
+@pytest.mark.parametrize("order", [rl.Rounds(steps=8, lag=1), rl.Free()])
+def test_an_inference_node_acts_for_all_actors(order: rl.Rounds | rl.Free, no_leaks: None, tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    class Sized(BanditBuilder):
+        def make_policy(self, network: Any, spec: rl.Spec, evaluation: bool) -> Any:
+            policy = super().make_policy(network, spec, evaluation)
+
+            def sized(observations: Any, *others: Any) -> Any:
+                sizes.extend([] if evaluation else [len(observations)])
+                return policy(observations, *others)
+
+            return sized
+
+    experiment = config(Sized(), order=order, envs_per_actor=2)
+    program = rl.make_distributed_experiment(experiment, num_actors=3, inference=rl.Inference(timeout=0.02))
+    with lp.launch(program, mode="thread", run_dir=tmp_path) as run:
+        run.wait(WITHIN_S)
+    found = rl.load(tmp_path)
+    assert found.counts["env_steps"] == found.counts["inserts"] == 103 and found.score == 3.0
+    assert max(sizes) == 6 and set(sizes) <= {2, 4, 6}
