@@ -156,7 +156,7 @@ def own_shard(parameter: nn.Parameter) -> OwnShard:
     """Return this worker's rows of a sharded parameter."""
     assert isinstance(parameter, DTensor)
     rows = parameter.to_local().detach()
-    return OwnShard(flat(rows), _first_row(parameter) * parameter[0].numel() if len(parameter) else 0)
+    return OwnShard(flat(rows), _first_row(parameter) * parameter.shape[1:].numel())
 
 
 class ShardedGradients(GradientSums):
