@@ -25,6 +25,7 @@ from lp_pipe.program import Program
 from lp_pipe.resources import Resources
 from lp_pipe.rpc import CourierClient
 from lp_pipe.torch_version import refuse_too_old
+from lp_pipe.training.memory_advice import ADVICE_FOR_REPLICAS, advised
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -136,7 +137,8 @@ class ReplicaWorker:
                 self._workers.meet()
             args, kwargs = self._args, self._kwargs
             self._args, self._kwargs = (), {}
-            user_code.call(self._train, self._replica, *args, **kwargs)
+            with advised(ADVICE_FOR_REPLICAS):
+                user_code.call(self._train, self._replica, *args, **kwargs)
             steps.leave()
             finish_servers(self._workers.servers)
         except TrainingHasEnded as error:

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -31,6 +31,7 @@ from lp_pipe.pipeline.protocol import (
     GetInfo,
     GetSettings,
     GetUpdateProgress,
+    Handlers,
     Infer,
     Ping,
     Reconnect,
@@ -68,6 +69,7 @@ from lp_pipe.pipeline.worker.worker_state import WorkerState
 from lp_pipe.private_torch import buffers_of, parameters_of, version_of
 from lp_pipe.training.buffer_snapshot import BufferPlace
 from lp_pipe.training.device import choose_device, current, to_host
+from lp_pipe.training.memory_advice import advice_for_pipeline, advised
 from lp_pipe.training.rng import change_place, step_rng
 from lp_pipe.training.write_tracker import WriteTracker
 
@@ -94,7 +96,8 @@ class StageWorker(CommandService):
             os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         self.device = choose_device(pipeline.devices[self._worker], worker.rank)
         self._name = node.name
-        with current(self.device):
+        self._advice = advice_for_pipeline(pipeline.zero, max(pipeline.replicas), pipeline.workers)
+        with advised(self._advice), current(self.device):
             self._stages = stages_of(worker, pipeline, self.device, owns_sources=node.owns_arguments)
         if not pipeline.has_batch_dims:
             for stage in self._stages.values():
@@ -141,6 +144,16 @@ class StageWorker(CommandService):
         self._connect(
             Neighbours(pipeline.ranks, worker.rank, node.name, hub, neighbours, pipeline.channel, self.device)
         )
+
+    def _add_handlers(self, handlers: Handlers) -> None:
+        super()._add_handlers({kind: self._with_advice(handle) for kind, handle in handlers.items()})
+
+    def _with_advice(self, handle: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def do(command: Any) -> Any:
+            with advised(self._advice):
+                return handle(command)
+
+        return do
 
     def _add_own_handlers(self) -> None:
         self._add_handlers(
