@@ -111,6 +111,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="record what all nodes do, into trace.json in the run's folder, for ui.perfetto.dev",
     )
     parser.add_argument(
+        "--otel",
+        action="store_true",
+        help="export OpenTelemetry spans of calls and steps, as the variables OTEL_EXPORTER_OTLP_… say",
+    )
+    parser.add_argument(
         "--metrics-port",
         type=whole_number("--metrics-port=", "port", 9090),
         metavar="PORT",
@@ -173,7 +178,8 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
                 with _explained(arguments.target, ours):
                     options |= {"grace": arguments.grace, "hang_after": arguments.hang_after, "setup": setup}
                     options |= {"listed": True, "run_dir": run_dir, "metrics_sinks": (display.metrics, *sinks)}
-                    options |= {"trace": arguments.trace, "metrics_port": arguments.metrics_port}
+                    options |= {"trace": arguments.trace, "otel": arguments.otel}
+                    options |= {"metrics_port": arguments.metrics_port}
                     run: Run | ElasticRun
                     if make is None:
                         run = launch(program, arguments.mode, **options)
@@ -236,7 +242,7 @@ def _explained(target: str, new_folder: Path | None) -> Iterator[None]:
     """Turn errors of a launch into NotLaunched, and remove the new folder of a run that did not start."""
     try:
         yield
-    except (LpPipeError, ValueError, TypeError, OSError) as error:
+    except (LpPipeError, ValueError, TypeError, OSError, ImportError) as error:
         if new_folder is not None:
             remove_if_unused(new_folder)
         raise NotLaunched(f"cannot launch {target}: {error}") from error

@@ -25,6 +25,7 @@ from lp_pipe.launch.run_dir import make_run_dir
 from lp_pipe.launch.tracing import Tracer
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog
+from lp_pipe.telemetry.otel import OpenTelemetryExporter
 from lp_pipe.telemetry.sink_threads import SinkRun
 
 if TYPE_CHECKING:  # most launches are of one host, and do not need what is for several
@@ -76,6 +77,8 @@ def launch(program: Program, options: _RunOptions) -> Run:
         the log and in the run's hangs.log, with what that one does; deadlocks are named. None: never. The program
         goes on in any case.
     trace: write what all nodes do, from the beginning to the end, to RUN/trace.json, which ui.perfetto.dev shows.
+    otel: export OpenTelemetry spans of calls, handlers and steps, as the variables OTEL_EXPORTER_OTLP_… say, or to the
+        TracerProvider that the script has set. Needs the extra `otel`.
     metrics_port: serve the run's state as OpenMetrics at http://127.0.0.1:PORT/metrics, `run.metrics_url`; 0: any port.
     setup: called without arguments in every process of the program, before anything of its node is loaded, and again
         where a node is restarted; in thread mode once, here. Its exception is the failure of that node.
@@ -140,6 +143,7 @@ def start_run(
         check_channels_of_one_host(plan.edges)
     invocation = current_invocation()
     sink_run = SinkRun(plan.folder, program.name, invocation.argv, invocation.program_flags)
+    exporter = OpenTelemetryExporter(program.name) if options.otel else None
     with contextlib.ExitStack() as undoing:
         sinks, scraped = list(options.metrics_sinks), None
         if options.metrics_port is not None:
@@ -155,6 +159,8 @@ def start_run(
         run = Run(program, coordinator, host, metrics, hangs, tracer, scraped, control, keeps_records)
         if scraped is not None:
             scraped.show(coordinator, hangs)
+        if exporter is not None:
+            tracer.export_to(exporter)
         if options.trace:
             tracer.begin(plan.folder.trace)
         print_reports()

@@ -33,6 +33,7 @@ class LaunchOptions:
     listed: bool | None = None
     hang_after: float | None = 60.0
     trace: bool = False
+    otel: bool = False
     metrics_port: int | None = None
     setup: Callable[[], Any] | None = None
     # From here on for mode="multi_host".

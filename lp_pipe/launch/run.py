@@ -358,7 +358,7 @@ class Run:
             self._coordinator.finish,
             # What is published is never freed, so it is one text for each address, not the program.
             lambda: replace_published(self._services, EndedServices(self._coordinator.why_gone(), self.failure)),
-            self._tracer.end,
+            self._tracer.close,
             self._close_open_metrics,
             self._host.close,
             self._metrics.close,

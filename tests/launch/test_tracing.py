@@ -67,3 +67,24 @@ def test_a_live_run_is_traced_for_a_while_and_not_twice_at_a_time(tmp_path: Path
         run.wait(WITHIN_S)
     assert not [one for one in events_of(tmp_path / "first.json") if one.get("cat") == "call"]
     assert [one for one in events_of(tmp_path / "second.json") if one.get("cat") == "call"]
+
+
+def test_calls_and_handlers_are_exported_beside_a_trace(mode: str, tmp_path: Path) -> None:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exported = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exported))
+    program = lp.Program("demo")
+    server = program.add_node(lp.CourierNode(Server), label="server")
+    program.add_node(lp.PyNode(call, server), label="user")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("opentelemetry.trace.get_tracer_provider", lambda: provider)
+        lp.launch(program, mode, run_dir=tmp_path, otel=True, trace=True).wait(WITHIN_S)
+    found = [(one.name, one.kind.name, one.attributes["lp_pipe.node"]) for one in exported.get_finished_spans()]
+    calls = [("server/0.add", "CLIENT", "user/0"), ("server/0.add", "SERVER", "server/0")]
+    assert sorted(found) == sorted(calls * 5)
+    assert [one for one in events_of(tmp_path / "trace.json") if one.get("cat") == "call"]
+    assert tracing.recorder is None
