@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import lp_pipe as lp
 import lp_pipe.rl as rl
 from lp_pipe.rl.adders import Sequence
 from lp_pipe.rl.replay.table import TableState
@@ -167,3 +169,9 @@ def test_padding_does_not_change_what_is_learned(agent: str) -> None:
         found.append(learner.variables())
     for name, value in found[0].items():
         torch.testing.assert_close(value, found[1][name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_recurrent_agent_as_a_program_has_the_same_fingerprint(tmp_path: Path) -> None:
+    one = experiment("impala with lstm", 170, evaluation=rl.Evaluation(every=100, episodes=2))
+    lp.launch(rl.make_distributed_experiment(one, num_actors=2), "thread", run_dir=tmp_path / "run").wait(60.0)
+    assert rl.load(tmp_path / "run").fingerprint == rl.run_experiment(one, num_actors=2).fingerprint
