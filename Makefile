@@ -60,6 +60,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup  ## train a language model as a pipeline of processes
 	$(BIN)/lp_pipe launch examples/char_gpt.py --mode=process
+	@run=$$(ls -td runs/char_gpt-* | head -1); echo "look at it: $(BIN)/lp_pipe ui $$run    $(BIN)/lp_pipe plot $$run"
 	@run=$$(ls -dt runs/char_gpt-* | head -1); \
 	echo "look at it: $(BIN)/lp_pipe ui $$run"; echo "            $(BIN)/lp_pipe plot $$run"
 
