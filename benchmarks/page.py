@@ -298,7 +298,7 @@ def main() -> None:
     rest = {name: found for name, found in results.items() if name not in ("open", "machine", "machine_after")}
     print(json.dumps(rest, indent=1), f"load afterwards {results['machine_after']['load_average']:.1f}", sep="\n")
     if options.json:
-        write_json(options.json, results)
+        write_json(results, options.json)
 
 
 if __name__ == "__main__":

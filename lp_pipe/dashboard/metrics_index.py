@@ -1,4 +1,4 @@
-"""An index of a run's metrics.jsonl: for each series at most 1,000 buckets, however long the file grows.
+"""An index of a run's metrics.jsonl: for each series at most 700 buckets, however long the file grows.
 
 A bucket keeps the least and the greatest value of a fixed number of neighbouring points, so no spike is lost. When a
 series has more buckets than that, each becomes twice as wide. A query for a small part of a series reads that part of
@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from lp_pipe.dashboard.metric_lines import columns
 from lp_pipe.telemetry.plain_files import open_plain
 
-MAX_BUCKETS = 1000
+MAX_BUCKETS = 700
+_MAX_PENDING = 256  # points of a series that wait to be put into buckets
 _CHUNK_BYTES = 4 << 20
 _INDEX_BYTES = 1 << 20
 _LONGEST_LINE = 16 << 20
@@ -183,6 +184,7 @@ class MetricsIndex:
                     for offset, length, lines in _parts(self._path, self._end, found.st_size):
                         self._add(offset, lines)
                         self._end = offset + length
+                    self._settle(above=_MAX_PENDING)
             return self._end
 
     def names(self) -> list[dict[str, Any]]:
@@ -246,8 +248,11 @@ class MetricsIndex:
         if found is None:
             for key, step, time, value in _points_of(lines):
                 self._pending(*key).add(step, time, value)
+        self._settle(above=MAX_BUCKETS)
+
+    def _settle(self, above: int) -> None:
         for one in self._series.values():
-            if one.pending.count > MAX_BUCKETS:
+            if one.pending.count > above:
                 one.settle()
 
     def _note_times(self, offset: int, lines: bytes) -> None:

@@ -1,4 +1,4 @@
-"""A series of any length is drawn from at most 1,000 buckets, none of which hides its extremes."""
+"""A series of any length is drawn from at most 700 buckets, none of which hides its extremes."""
 
 import json
 import random

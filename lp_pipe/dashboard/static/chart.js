@@ -17,9 +17,11 @@ let isStale = false;
 on("metrics", soon);
 on("back", () => { for (const chart of open) chart.load(); });
 
+let refreshed = 0;
+
 function soon() {
   isStale = true;
-  if (timer === null) timer = setTimeout(refresh, LIVE_EVERY_MS);
+  if (timer === null) timer = setTimeout(refresh, Math.max(0, refreshed + LIVE_EVERY_MS - performance.now()));
 }
 
 // All visible charts ask together for the points that were appended since the last time.
@@ -30,6 +32,7 @@ async function refresh() {
   if (!isStale || !charts.length) return;
   isBusy = true;
   isStale = false;
+  refreshed = performance.now();
   try {
     const offset = Math.min(...charts.map((chart) => chart.end));
     const keys = charts.flatMap((chart) => chart.keys);
