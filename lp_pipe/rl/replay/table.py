@@ -171,15 +171,16 @@ class TableState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that later samples depend on."""
-        slots = np.array(list(self._slots.values()), dtype=np.int64)
-        rank = {slot: index for index, slot in enumerate(slots.tolist())}
+        slots = np.fromiter(self._slots.values(), np.int64, self.size)
+        rank = np.zeros(self.options.max_size, dtype=np.int64)
+        rank[slots] = np.arange(self.size)
         return {
             "columns": [column[slots] for column in self._columns],
             "structure": self._structure,
             "keys": self._keys[slots],
             "times": self._times[slots],
             "priorities": self._priorities[slots],
-            "live": np.array([rank[slot] for slot in self._live[: self.size].tolist()], dtype=np.int64),
+            "live": rank[self._live[: self.size]],
             "slots": slots,
             "free": list(self._free),
             "counts": (self.inserts, self.samples, self.deletes, self.unknown_keys),
