@@ -16,13 +16,14 @@ from tests.pipeline.plain_loop import launched, model_with_everything, random_ba
 BATCHES = random_batches([12, 12, 12])
 SAVED = {
     "pp 2, dp 2, zero 1": {"stages": 2, "replicas": 2, "zero": 1},
-    "dp 4, zero 1": {"stages": 1, "replicas": 4, "zero": 1},
+    "dp 4, zero 3": {"stages": 1, "replicas": 4, "zero": 3},
     "pp 3": {"stages": 3},
 }
 LOADED = {
     "1 process": {"stages": 1},
     "pp 4": {"stages": 4},
-    "dp 3, zero 1": {"stages": 1, "replicas": 3, "zero": 1},
+    "dp 3, zero 2": {"stages": 1, "replicas": 3, "zero": 2},
+    "dp 2, zero 3": {"stages": 1, "replicas": 2, "zero": 3},
     "pp 2, dp 3 and 1, zero 1": {"stages": 2, "replicas": (3, 1), "zero": 1},
 }
 

@@ -191,14 +191,17 @@ class Training:
                 parameter.grad.mul_(factor)
 
     def bytes(self) -> tuple[int, int, int]:
-        """Return the bytes of the parameters, of the gradients, and of the optimizer's state."""
+        """Return the bytes of the parameters, of the gradients, and of the optimizer's state, between two blocks."""
         parameters = [parameter for _, parameter in self._parameters]
         gradients = self._gradients(parameters)
+        held: Iterable[Tensor] = parameters
+        if self._shards is not None and self._shards.zero == 3:
+            held = [shard.elements for shard in self._shards.own().values()]
         states = self._state().values()
         values = [value for values in states for value in values.values()]
         state = [part for value in values for part in (value.values if isinstance(value, TensorPart) else (value,))]
         state = [value for value in state if isinstance(value, Tensor)]
-        return _bytes(parameters), _bytes(gradients), _bytes(state)
+        return _bytes(held), _bytes(gradients), _bytes(state)
 
     def clear_gradients(self) -> None:
         """Drop the gradients of all parameters, also of those that the optimizer does not have."""
