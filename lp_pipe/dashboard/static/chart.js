@@ -64,6 +64,7 @@ const seen = new IntersectionObserver((entries) => {
     const chart = entry.target.chart;
     chart.isVisible = entry.isIntersecting;
     if (chart.isVisible) chart.appear();
+    chart.setNoticed();
   }
 }, { rootMargin: "200px" });
 
@@ -89,6 +90,8 @@ export class Chart {
     this.series = [];
     this.isVisible = false;
     this.plot = null;
+    // Settled once it is known whether the chart is visible, and so is being loaded.
+    this.noticed = new Promise((done) => { this.setNoticed = done; });
     this.body = h("div", { class: "plot" });
     this.note = h("span", { class: "faint" });
     this.reset = h("button", { class: "small", hidden: true, onclick: () => this.zoom(null) }, "all");

@@ -76,6 +76,5 @@ export async function metricsPage(main, page) {
     if (timer === null) timer = setTimeout(refreshNames, Math.max(0, wait - (performance.now() - asked)));
   }));
   page.onLeave(() => clearTimeout(timer));
-  await new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
-  await Promise.all([...charts.values()].filter((chart) => chart.loading).map((chart) => chart.loading));
+  await Promise.all([...charts.values()].map((chart) => chart.noticed.then(() => chart.loading)));
 }
