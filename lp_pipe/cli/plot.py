@@ -13,6 +13,7 @@ from lp_pipe import search
 from lp_pipe.cli.errors import DONE, NotLaunched, UsageError, nearest
 from lp_pipe.cli.find_run import FOLDER, find_run
 from lp_pipe.cli.output_files import output_path, write_file
+from lp_pipe.errors import LpPipeError
 from lp_pipe.graph.curves import Chart, Curve, charts_to_png, charts_to_svg, charts_to_text
 from lp_pipe.search.store import ExperimentFolder
 from lp_pipe.telemetry.run_folder import RunFolder
@@ -114,9 +115,16 @@ def charts_of_run(folder: Path) -> list[Chart]:
 
 
 def charts_of_experiment(folder: Path) -> list[Chart]:
-    """Return one chart, of the metric that the search looks at, with a curve for each trial."""
-    found = search.open(folder)
-    curves = [Curve(f"trial {trial}", points) for trial, points in sorted(found.curves().items())]
+    """Return one chart, of the metric that the search looks at, with a curve for each trial.
+
+    Raises:
+        UsageError: the experiment cannot be read.
+    """
+    try:
+        found = search.open(folder)
+        curves = [Curve(f"trial {trial}", points) for trial, points in sorted(found.curves().items())]
+    except (OSError, LpPipeError) as error:
+        raise UsageError(f"cannot read the experiment in {folder}: {error}") from error
     return [Chart(found.searcher.metric or "metric", curves)]
 
 

@@ -22,7 +22,7 @@ from lp_pipe.launch.refusal import check_not_refused
 from lp_pipe.launch.report import print_reports
 from lp_pipe.launch.run import Run
 from lp_pipe.launch.run_dir import make_run_dir
-from lp_pipe.launch.tracing import Tracer
+from lp_pipe.launch.tracing import Tracer, check_is_not_traced
 from lp_pipe.program import Program
 from lp_pipe.telemetry.metrics import MetricsLog
 from lp_pipe.telemetry.otel import OpenTelemetryExporter
@@ -143,6 +143,8 @@ def start_run(
         check_channels_of_one_host(plan.edges)
     invocation = current_invocation()
     sink_run = SinkRun(plan.folder, program.name, invocation.argv, invocation.program_flags)
+    if options.otel or options.trace:
+        check_is_not_traced("otel=True" if options.otel else "trace=True")
     exporter = OpenTelemetryExporter(program.name) if options.otel else None
     with contextlib.ExitStack() as undoing:
         sinks, scraped = list(options.metrics_sinks), None

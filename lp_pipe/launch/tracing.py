@@ -29,6 +29,15 @@ class TraceEnd(NamedTuple):
     num_left_out: int
 
 
+def check_is_not_traced(what: str, *, is_this: bool = False) -> None:
+    """
+    Raises:
+        NotSupported: this process is traced already, for this run (`is_this`) or for another one.
+    """
+    if is_this or tracing.recorder is not None:
+        raise NotSupported(f"{what}: another trace of this process is in progress: wait for its end")
+
+
 class Tracer:
     """Writes the spans of all nodes while it is on. A run has one; any thread may call the methods."""
 
@@ -43,12 +52,7 @@ class Tracer:
         self._offsets: dict[str, float] = {}  # by host
 
     def export_to(self, exporter: OpenTelemetryExporter) -> None:
-        """Record until the end of the run, and give the spans to an exporter.
-
-        Raises:
-            NotSupported: another run in this process is traced already.
-        """
-        self._check_is_free("otel=True")
+        """Record until the end of the run, and give the spans to an exporter."""
         self._exporter = exporter
         self._record()
 
@@ -61,15 +65,11 @@ class Tracer:
         """
         with self._changed:
             if self._exporter is None or self._file is not None:
-                self._check_is_free(f"trace into {path}")
+                check_is_not_traced(f"trace into {path}", is_this=self._file is not None)
             self._began = time.monotonic()
             self._file = TraceFile(path, self._began)
         if self._exporter is None:
             self._record()
-
-    def _check_is_free(self, what: str) -> None:
-        if self._file is not None or tracing.recorder is not None:
-            raise NotSupported(f"{what}: another trace of this process is in progress: wait for its end")
 
     def _record(self) -> None:
         nodes = [spec.node_id for spec in self._coordinator.plan.nodes]
