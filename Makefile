@@ -36,7 +36,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs dist test test-slow test-all test-torch test-python test-multihost test-ui lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint bench-data-parallel bench-search bench-rl vendor chaos soak clean
+.PHONY: help setup demo docs dist test test-slow test-all test-torch test-python test-multihost test-ui lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint bench-data-parallel bench-zero bench-search bench-rl vendor chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -162,7 +162,7 @@ vendor:  ## take uPlot, which draws the page's plots, from the npm registry (UPL
 	echo 'vendor: uPlot $(UPLOT) is in $(STATIC)'
 
 # What they compare with computes on the CPU, and stages take a GPU where there is one.
-bench-pipeline bench-pipedream bench-multihost bench-checkpoint bench-data-parallel bench-search bench-rl chaos soak: export CUDA_VISIBLE_DEVICES :=
+bench-pipeline bench-pipedream bench-multihost bench-checkpoint bench-data-parallel bench-zero bench-search bench-rl chaos soak: export CUDA_VISIBLE_DEVICES :=
 
 bench: bench-pipeline bench-pipedream bench-rpc bench-launch  ## pipelines, plans, calls and starts
 
@@ -204,6 +204,9 @@ chaos: setup  ## kill and stop random processes of running programs; their ends 
 soak: setup  ## train with a failure a minute for an hour: nothing may grow (T=3600 EVERY=60)
 	@mkdir -p runs
 	$(BIN)/python -m benchmarks.endurance --seconds $(T) --every $(EVERY) --csv runs/soak.csv --svg runs/soak.svg
+
+bench-zero: setup  ## memory and steps of ZeRO 1, 2 and 3, beside torch's over gloo
+	$(BIN)/python -m benchmarks.zero
 
 bench-search: setup  ## a search over 64 trials beside its bound, Optuna and Ray Tune where they are installed
 	$(BIN)/python -m benchmarks.search

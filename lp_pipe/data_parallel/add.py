@@ -169,6 +169,8 @@ class ReplicaWorker:
         return self._replica.own_steps.ask(lambda: self._replica.own_steps.times.stragglers)
 
     def _fingerprint(self) -> str:
+        if any(one.sharded_model is not None for one in self._replica.own_steps.state.optimizers):
+            raise NotSupported("fingerprint() of a sharded model, which no worker has all of: save a checkpoint of it")
         digest = hashlib.sha256()
         for model in self._replica.own_steps.state.models:
             for value in model.state_dict().values():
