@@ -61,8 +61,6 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## train a language model as a pipeline of processes
 	$(BIN)/lp_pipe launch examples/char_gpt.py --mode=process
 	@run=$$(ls -td runs/char_gpt-* | head -1); echo "look at it: $(BIN)/lp_pipe ui $$run    $(BIN)/lp_pipe plot $$run"
-	@run=$$(ls -dt runs/char_gpt-* | head -1); \
-	echo "look at it: $(BIN)/lp_pipe ui $$run"; echo "            $(BIN)/lp_pipe plot $$run"
 
 test: setup  ## run the tests, without the slow ones
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not multihost and not ui' $(ARGS)
