@@ -86,8 +86,10 @@ def catch(builder: rl.Builder, order: rl.Rounds, envs_per_actor: int) -> Callabl
 
 
 def cartpole_dqn(seed: int) -> rl.ExperimentConfig:
-    evaluation = rl.Evaluation(every=2_000, episodes=20, stop_at=495.0)
-    return rl.ExperimentConfig(rl.DQNBuilder(rl.DQNConfig()), "CartPole-v1", 40_000, seed=seed, evaluation=evaluation)
+    # A step of the learner for each of the environment: with half of it some seeds forget what they have learned.
+    config = rl.DQNConfig(learning_rate=5e-4, target_every=250, samples_per_insert=64.0, epsilon_steps=4_000)
+    evaluation = rl.Evaluation(every=1_000, episodes=20, stop_at=495.0)
+    return rl.ExperimentConfig(rl.DQNBuilder(config), "CartPole-v1", 40_000, seed=seed, evaluation=evaluation)
 
 
 def t_maze(lstm: int | None) -> Callable[[int], rl.ExperimentConfig]:
