@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.data_parallel.test_pages import applied, diff_of
+from tests.data_parallel.test_pages import applied, diffs_of
 
 pytest.importorskip("gymnasium")
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -57,7 +57,7 @@ def test_nine_changed_lines_run_an_experiment_of_acme(monkeypatch: pytest.Monkey
     from examples.catch_dqn import make_catch
     from lp_pipe.rl.agents.dqn import QNetwork
 
-    diff = diff_of("coming_from_acme.md")
+    (diff,) = diffs_of("coming_from_acme.md")
     assert max(sum(line.startswith(sign) for line in diff) for sign in "+-") == MOST_LINES
     names: dict[str, Any] = {"make_environment": make_catch, "make_network": QNetwork}
     exec(applied(diff, SCRIPT).replace('mode="process"', 'mode="thread"'), names)
