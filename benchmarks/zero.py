@@ -50,18 +50,17 @@ def pss_bytes() -> int:
     raise RuntimeError("the kernel tells no proportional set size")
 
 
-class Probed(nn.Linear):
-    """A layer that notes the process's memory at the end of the backward, if it is the first one."""
+class Probe(nn.Module):
+    """Notes the process's memory in the backward; without parameters, of which a user's layer would have copies."""
 
-    def __init__(self, width: int, folder: str | None = None) -> None:
-        super().__init__(width, width, bias=False)
+    def __init__(self, folder: str) -> None:
+        super().__init__()
         self.folder = folder
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = super().forward(x)
-        if self.folder is not None and found.requires_grad:
-            found.register_hook(lambda _: note(str(self.folder), "backward"))
-        return found
+        if x.requires_grad:
+            x.register_hook(lambda _: note(self.folder, "backward"))
+        return x
 
 
 def note(folder: str, when: str) -> None:
@@ -73,7 +72,10 @@ def note(folder: str, when: str) -> None:
 
 def build(width: int, folder: str | None = None) -> nn.Sequential:
     torch.set_num_threads(1)
-    return nn.Sequential(*(Probed(width, folder if index == 0 else None) for index in range(_LAYERS)))
+    layers: list[nn.Module] = [nn.Linear(width, width, bias=False) for _ in range(_LAYERS)]
+    if folder is not None:
+        layers.insert(1, Probe(folder))
+    return nn.Sequential(*layers)
 
 
 def batch(width: int, ranks: int) -> tuple[Tensor, Tensor]:
@@ -112,7 +114,8 @@ def pipeline_trainer(pipeline: Any, width: int, ranks: int, steps: int) -> None:
 
 
 def pipeline_program(zero: int, ranks: int, width: int, steps: int, folder: str) -> lp.Program:
-    layers = [pp.Layer(Probed, width, folder if index == 0 else None) for index in range(_LAYERS)]
+    layers = [pp.Layer(nn.Linear, width, width, bias=False) for _ in range(_LAYERS)]
+    layers.insert(1, pp.Layer(Probe, folder))
     model = pp.Model(layers, nn.functional.mse_loss, partial(adam, folder=folder))
     program = lp.Program("zero")
     pipeline = pp.add_pipeline(program, model, stages=1, replicas=ranks, microbatches=ranks, zero=zero)

@@ -411,15 +411,23 @@ class StageStorage:
 
 
 def stages_of(
-    worker: WorkerConfig, pipeline: PipelineConfig, device: torch.device, *, owns_sources: bool
+    worker: WorkerConfig,
+    pipeline: PipelineConfig,
+    device: torch.device,
+    *,
+    owns_sources: bool,
+    on_built: Callable[[nn.Module], None] = lambda _: None,
 ) -> dict[int, Stage]:
     """Build a worker's stages; return them by their numbers, in order.
 
+    on_built: called with each layer that a factory has made.
     owns_sources: ready-made modules were unpickled for this worker alone, so they need not be copied.
     """
     stages = {}
     for index, (first, sources) in sorted(worker.sources.items()):
-        layers = build_layers(sources, first, pipeline.seed, adopt=owns_sources and are_exclusive(sources))
+        layers = build_layers(
+            sources, first, pipeline.seed, adopt=owns_sources and are_exclusive(sources), on_built=on_built
+        )
         tied = tie(layers, first, pipeline.tied, worker.owners, pipeline.seed)
         stages[index] = Stage(
             index,

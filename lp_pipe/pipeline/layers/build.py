@@ -20,10 +20,17 @@ from lp_pipe.pipeline.layers.wrapper import Wrapper
 from lp_pipe.training.rng import layer_rng
 
 
-def build_layers(sources: Sequence[Any], first_layer: int, seed: int, *, adopt: bool = False) -> list[nn.Module]:
+def build_layers(
+    sources: Sequence[Any],
+    first_layer: int,
+    seed: int,
+    *,
+    adopt: bool = False,
+    on_built: Callable[[nn.Module], None] = lambda _: None,
+) -> list[nn.Module]:
     """Return the stage's own modules: ready-made ones are copied, and parameters shared between them stay shared.
 
-    adopt: take ready-made modules as they are.
+    adopt: take ready-made modules as they are. on_built: called with each layer that a factory has made.
 
     Raises:
         PipelineError: a factory returned something else than a module, a module with a parameter without a shape, or
@@ -36,6 +43,7 @@ def build_layers(sources: Sequence[Any], first_layer: int, seed: int, *, adopt: 
         if isinstance(source, Layer) or (isinstance(source, Wrapper) and not source.is_built):
             with layer_rng(seed, index):
                 layer = _built(source)
+            on_built(layer)
         elif isinstance(source, FromFunction):
             if source.function not in functions:
                 functions[source.function] = built_by_function(source.function, seed)

@@ -15,7 +15,8 @@ Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -128,6 +129,29 @@ class ParameterShards:
             yield bucket
 
 
+class EarlyShards:
+    """The shards of layers that are built one after the other, so that no process ever has all of their parameters.
+
+    found: of each parameter whose memory was let go.
+    """
+
+    def __init__(self, replica: int, count: int) -> None:
+        self._replica = replica
+        self._count = count
+        self.found: dict[nn.Parameter, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, layer: nn.Module) -> None:
+        """Keep the own shards of a new layer, and let go of the rest of its parameters."""
+        for parameter in layer.parameters():
+            alone = parameter.untyped_storage().nbytes() == parameter.nbytes
+            if parameter not in self.found and alone and is_dense(parameter) and parameter.device.type == "cpu":
+                size = -(-parameter.numel() // self._count)
+                begin = min(parameter.numel(), self._replica * size)
+                self.found[parameter] = flat(parameter)[begin : begin + size].clone()
+                parameter.untyped_storage().resize_(0)
+
+
 class BlockShards(ParameterShards):
     """The shards of a stage that is divided into blocks, with zero=2 and 3.
 
@@ -143,7 +167,9 @@ class BlockShards(ParameterShards):
         count: int,
         zero: int,
         blocks: Sequence[Sequence[nn.Module]],
+        early: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
     ) -> None:
+        """early: the own shards of parameters that have no memory any more."""
         super().__init__(named, replica, count, zero)
         self._names = {parameter: name for name, parameter in named}
         used = [list(dict.fromkeys(p for module in block for p in module.parameters())) for block in blocks]
@@ -160,6 +186,7 @@ class BlockShards(ParameterShards):
         self._is_whole = [True] * len(blocks)
         self._versions: dict[nn.Parameter, int] = {}
         self._own: dict[nn.Parameter, Tensor] = {}
+        self._early = dict(early)
         self._packed: list[list[Tensor]] = []  # by block and dtype: the own shards, one after the other
         for parameters in self._owned if zero == 3 else ():
             self._packed.append([self._take_shards(bucket) for bucket in self._by_dtype(parameters)])
@@ -338,9 +365,10 @@ class BlockShards(ParameterShards):
         packed = parameters[0].detach().new_zeros(sum(sizes))
         for parameter, own in zip(parameters, packed.split(sizes), strict=True):
             begin, end = self.range_of(parameter)
-            own[: end - begin] = flat(parameter)[begin:end]
+            early = self._early.pop(parameter, None)
+            own[: end - begin] = flat(parameter)[begin:end] if early is None else early
             self._own[parameter] = own
-            if parameter.untyped_storage().nbytes() != parameter.nbytes:  # others use its memory, too
+            if early is None and parameter.untyped_storage().nbytes() != parameter.nbytes:  # others use its memory, too
                 alone = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
                 parameter.data = alone.copy_(parameter)
         return packed

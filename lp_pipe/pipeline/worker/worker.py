@@ -58,7 +58,7 @@ from lp_pipe.pipeline.worker.mirror_store import MirrorStore
 from lp_pipe.pipeline.worker.module_settings import ModuleSettings, with_loss
 from lp_pipe.pipeline.worker.neighbours import Neighbours, own_hub
 from lp_pipe.pipeline.worker.nonfinite import NonFiniteSearch, UpdateGuard
-from lp_pipe.pipeline.worker.parameter_shards import BlockShards, ParameterShards
+from lp_pipe.pipeline.worker.parameter_shards import BlockShards, EarlyShards, ParameterShards
 from lp_pipe.pipeline.worker.reduction import Reduction
 from lp_pipe.pipeline.worker.restart_check import RestartCheck
 from lp_pipe.pipeline.worker.rules import StepRules, copied_parameters
@@ -98,11 +98,13 @@ class StageWorker(CommandService):
         self._name = node.name
         self._advice = advice_for_pipeline(pipeline.zero, max(pipeline.replicas), pipeline.workers)
         with advised(self._advice), current(self.device):
-            self._stages = stages_of(worker, pipeline, self.device, owns_sources=node.owns_arguments)
+            count, early = pipeline.replicas[self._worker], EarlyShards(self._replica, pipeline.replicas[self._worker])
+            on_built = early.take if pipeline.zero == 3 and count > 1 else lambda _: None
+            self._stages = stages_of(worker, pipeline, self.device, owns_sources=node.owns_arguments, on_built=on_built)
         if not pipeline.has_batch_dims:
             for stage in self._stages.values():
                 refuse_time_first(stage.layers, stage.first_layer)
-        self._shards = self._parameter_shards()
+        self._shards = self._parameter_shards(early)
         stages = list(self._stages.values())
         self.training = Training(stages, pipeline.optimizer, pipeline.lr_scheduler, pipeline.seed, self._shards)
         loss = StageLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self.device)
@@ -355,7 +357,7 @@ class StageWorker(CommandService):
         self._lookahead: Lookahead = self._async_worker() if config.is_asynchronous else NoLookahead()
         self._state.lookahead = self._lookahead
 
-    def _parameter_shards(self) -> ParameterShards | None:
+    def _parameter_shards(self, early: EarlyShards) -> ParameterShards | None:
         count = self._config.replicas[self._worker]
         if not self._config.zero or count == 1:
             return None
@@ -363,7 +365,8 @@ class StageWorker(CommandService):
         if self._config.zero == 1:
             return ParameterShards(named, self._replica, count, 1)
         (stage,) = self._stages.values()
-        stage.memory = BlockShards(named, self._replica, count, self._config.zero, stage.divide_into_blocks())
+        blocks = stage.divide_into_blocks()
+        stage.memory = BlockShards(named, self._replica, count, self._config.zero, blocks, early.found)
         return stage.memory
 
     @contextlib.contextmanager
