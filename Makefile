@@ -36,7 +36,7 @@ PROTOS := $(sort $(wildcard protos/*.proto))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Ilp_pipe/protos=protos $(PROTOS:%=lp_pipe/%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs dist test test-slow test-all test-torch test-python test-multihost test-ui lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint bench-data-parallel bench-zero bench-search bench-rl vendor chaos soak clean
+.PHONY: help setup demo docs dist test test-slow test-all test-torch test-python test-multihost test-ui lint ruff-check ruff-format mypy layers protos protos-check bench bench-pipeline gpu-check bench-rpc bench-launch bench-pipedream bench-scale bench-multihost bench-checkpoint bench-data-parallel bench-zero bench-servers bench-search bench-rl vendor chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -160,7 +160,7 @@ vendor:  ## take uPlot, which draws the page's plots, from the npm registry (UPL
 	echo 'vendor: uPlot $(UPLOT) is in $(STATIC)'
 
 # What they compare with computes on the CPU, and stages take a GPU where there is one.
-bench-pipeline bench-pipedream bench-multihost bench-checkpoint bench-data-parallel bench-zero bench-search bench-rl chaos soak: export CUDA_VISIBLE_DEVICES :=
+bench-pipeline bench-pipedream bench-multihost bench-checkpoint bench-data-parallel bench-zero bench-servers bench-search bench-rl chaos soak: export CUDA_VISIBLE_DEVICES :=
 
 bench: bench-pipeline bench-pipedream bench-rpc bench-launch  ## pipelines, plans, calls and starts
 
@@ -205,6 +205,9 @@ soak: setup  ## train with a failure a minute for an hour: nothing may grow (T=3
 
 bench-zero: setup  ## memory and steps of ZeRO 1, 2 and 3, beside torch's over gloo
 	$(BIN)/python -m benchmarks.zero
+
+bench-servers: setup  ## sums by servers beside gloo's ring on links of 200 Mbit/s (root); priority, async, compression
+	$(BIN)/python -m benchmarks.servers
 
 bench-search: setup  ## a search over 64 trials beside its bound, Optuna and Ray Tune where they are installed
 	$(BIN)/python -m benchmarks.search

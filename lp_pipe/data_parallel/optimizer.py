@@ -234,8 +234,12 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         if self._buckets is not None:
             self._buckets.drain()
 
-    def finish_sums(self, *, may_be_late: bool) -> None:
-        """Sum what is left. may_be_late: sums may come after the step, which then updates parameters one by one."""
+    def finish_sums(self, *, may_be_late: bool) -> bool:
+        """Sum what is left; return whether that is done.
+
+        may_be_late: if possible begin the sums, and wait only until all workers have; then parameters are updated one
+            by one, as their sums come.
+        """
         self.late.finish()
         buckets = self.buckets
         is_late = may_be_late and self._can_be_late and isinstance(buckets, ServedBuckets)
@@ -243,6 +247,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self._late_sums = buckets.finish_late()
         else:
             buckets.finish()
+        return not is_late
 
     @property
     def _can_be_late(self) -> bool:

@@ -217,7 +217,7 @@ class ReplicaSteps:
             with self._over_noted():
                 is_only = len(self.state.optimizers) == 1
                 with self.times.summing():
-                    optimizer.finish_sums(may_be_late=is_only and not self._options.may_change)
+                    has_sums = optimizer.finish_sums(may_be_late=is_only and not self._options.may_change)
                 self._note_flags(now, optimizer)
                 if is_last:
                     with self.times.waiting():
@@ -226,6 +226,7 @@ class ReplicaSteps:
                         else:
                             self.state.share_buffers(now.changed)
                             may_finish = True
+                        if has_sums and not self._options.is_async:  # else the servers have seen that all are there
                             self._agree()
                     self.times.begin_next_step()
         if now.is_over and not now.has_met:
