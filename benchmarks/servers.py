@@ -51,7 +51,7 @@ BYTES = {"gloo": 1.5, "k = 4": 1.0, "k = 2": 1.2, "k = 0": 1.5, "top-k 1 %": 0.0
 PRIORITY, ASYNC = 0.85, 0.95
 FASTER = {"k = 4": 1.3, "k = 2": 1.05, "k = 0": 0.95}  # than gloo, at least
 _PORT = 7000
-_LAYERS, _FORWARD_S, _BACKWARD_S = 8, 0.025, 0.05
+_LAYERS, _FORWARD_S, _BACKWARD_S = 8, 0.03, 0.03
 _WARM_UP = 2  # steps
 _ASYNC_STEPS, _ASYNC_S = 60, 0.05
 _HEADER_BYTES = 66  # of Ethernet, IP and TCP with timestamps
