@@ -154,11 +154,13 @@ class ReplicaWorker:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all that `replica.steps` was given, by its name there."""
-        return self._replica.own_steps.ask(self._replica.own_steps.state.state_dict)
+        return self._replica.own_steps.ask_for_state(self._replica.own_steps.state.state_dict)
 
     def fingerprint(self) -> str:
         """Return the sha256 of all parameters and buffers."""
-        return self._replica.own_steps.ask(self._fingerprint)
+        steps = self._replica.own_steps
+        has_all = all(one.sharded_model is None for one in steps.state.optimizers)
+        return steps.ask(self._fingerprint) if has_all else steps.ask_for_state(self._fingerprint)
 
     def membership(self) -> Membership:
         """Return the workers of this generation."""
@@ -169,8 +171,9 @@ class ReplicaWorker:
         return self._replica.own_steps.ask(lambda: self._replica.own_steps.times.stragglers)
 
     def _fingerprint(self) -> str:
-        if any(one.sharded_model is not None for one in self._replica.own_steps.state.optimizers):
-            raise NotSupported("fingerprint() of a sharded model, which no worker has all of: save a checkpoint of it")
+        optimizers = self._replica.own_steps.state.optimizers
+        if any(one.sharded_model is not None and not one.sharded_model.is_gathered for one in optimizers):
+            raise NotSupported("fingerprint() of a sharded model before its first step: ask again later")
         digest = hashlib.sha256()
         for model in self._replica.own_steps.state.models:
             for value in model.state_dict().values():

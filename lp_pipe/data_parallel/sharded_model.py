@@ -83,6 +83,11 @@ class ShardedModel:
         """Return the sums of gradients for an optimizer of these parameters."""
         return ShardedGradients(self, named_parameters, exchange, extra_flags)
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether this worker alone may ask for the state."""
+        return self._whole is not None
+
     def parts(self) -> dict[str, Any]:
         """Return the state as FSDP2 has it: DTensors in place of what is sharded."""
         self._is_raw = True

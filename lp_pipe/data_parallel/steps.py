@@ -20,7 +20,7 @@ from lp_pipe.data_parallel.rejoining import Position, Rejoining, is_step_finishe
 from lp_pipe.data_parallel.step_times import StepTimes
 from lp_pipe.data_parallel.training_state import TrainingState
 from lp_pipe.data_parallel.workers import ReplicaWorkers
-from lp_pipe.errors import DataParallelError, Unavailable
+from lp_pipe.errors import DataParallelError, NotSupported, Unavailable
 from lp_pipe.telemetry import tracing
 from lp_pipe.training.rng import step_rng
 
@@ -49,6 +49,7 @@ class _CurrentStep:
     shards_calls: int = 0
     microbatches: dict[int, int] = field(default_factory=dict)  # by replica
     fires_at_call: int | None = None  # gradients since the last shard began, when the user called a collective
+    wants_whole: bool = False  # whether a client waits for state that the workers have in shards
     changed: list[bool] = field(default_factory=list)  # buffers that replica 0 has written to
     has_warned: bool = False
     ms_by_rank: list[float] = field(default_factory=list)  # of computation per micro-batch
@@ -73,6 +74,7 @@ class ReplicaSteps:
         self._is_in_steps = False
         self._usual_shards_calls: int | None = None
         self._overlaps = False  # whether sums may begin before the optimizer's step
+        self._state_requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._answering = threading.Lock()
         self._answers_at_once = False
@@ -305,6 +307,9 @@ class ReplicaSteps:
                 self.times.note(self.state.step, now.ms_by_rank, sums)
             self.state.step += 1
             self._usual_shards_calls = now.shards_calls
+            if now.wants_whole and not now.has_met:
+                with self.state.whole():
+                    self._answer(self._state_requests)
         if now.has_met:
             self._overlaps = False
             self._rejoining.synchronize(self._met)
@@ -319,7 +324,8 @@ class ReplicaSteps:
         hosts_first = self.workers.replicas.start == 0
         changed = self.state.buffers.changed_by(0) if hosts_first else [False] * self.state.buffers.count
         own_ms = self.times.by_rank(sum(now.microbatches.values()) if now is not None else 1)
-        return [float(is_late), *own_ms, *map(float, changed)]
+        wants_whole = self.state.is_sharded and not self._state_requests.empty()
+        return [float(is_late), float(wants_whole), *own_ms, *map(float, changed)]
 
     @property
     def _fires(self) -> int:
@@ -327,7 +333,8 @@ class ReplicaSteps:
 
     def _note_flags(self, now: _CurrentStep, optimizer: ReplicaOptimizer) -> None:
         world = self.workers.membership.world_size
-        is_late, *others = optimizer.buckets.extra_flags
+        is_late, wants_whole, *others = optimizer.buckets.extra_flags
+        now.wants_whole = now.wants_whole or bool(wants_whole)
         now.ms_by_rank = others[:world]
         now.changed = [bool(flag) for flag in others[world:]]
         self._overlaps = not is_late
@@ -370,6 +377,7 @@ class ReplicaSteps:
             optimizer.late.finish()
         self._answers_at_once = True
         self._answer_requests()
+        self._refuse_requests()
         if self._options.may_change and not self.workers.has_met:
             self._rejoining.synchronize(self._rejoining.first_positions())
         while self.workers.has_met and self.workers.membership.world_size > 1:
@@ -394,10 +402,39 @@ class ReplicaSteps:
             self._answer_requests()
         return future.result()
 
+    def ask_for_state(self, question: Callable[[], T]) -> T:
+        """Return the answer to a question about state, part of which other workers may have. For any thread.
+
+        Raises:
+            NotSupported: the state is in shards, and no step comes any more in which the workers could gather it.
+        """
+        future: Future[T] = Future()
+        self._state_requests.put((question, future))
+        if self._answers_at_once:
+            self._answer_requests()
+            self._refuse_requests()
+        return future.result()
+
+    def _refuse_requests(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                _, future = self._state_requests.get_nowait()
+                future.set_exception(
+                    NotSupported(
+                        f"{self.workers.node.name} has only a shard of the state (zero), and no step comes any more in "
+                        "which the workers gather it: save a checkpoint (steps(save_every=…)), and load that"
+                    )
+                )
+
     def _answer_requests(self) -> None:
+        self._answer(self._requests)
+        if not self.state.is_sharded:
+            self._answer(self._state_requests)
+
+    def _answer(self, requests: "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]") -> None:
         with self._answering, contextlib.suppress(queue.Empty):
             while True:
-                question, future = self._requests.get_nowait()
+                question, future = requests.get_nowait()
                 try:
                     future.set_result(question())
                 except Exception as error:  # belongs to the client
@@ -407,6 +444,7 @@ class ReplicaSteps:
         """Let go of the group and of the models' hooks."""
         self._answers_at_once = True
         self._answer_requests()
+        self._refuse_requests()
         for optimizer in self.state.optimizers:
             optimizer.close()
         self.workers.close()

@@ -17,7 +17,7 @@ from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
 from lp_pipe.data_parallel.shards import ReplicaBuffers
 from lp_pipe.data_parallel.trained_model import SavedBeside, TrainedModel
 from lp_pipe.data_parallel.workers import ReplicaWorkers
-from lp_pipe.errors import DataParallelError, NotSupported
+from lp_pipe.errors import DataParallelError
 from lp_pipe.training.rng import generators_locked
 
 if TYPE_CHECKING:  # torch's FSDP2 takes a second to import
@@ -90,13 +90,7 @@ class TrainingState:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all that `steps` was given.
-
-        Raises:
-            NotSupported: no worker has all of it.
-        """
-        if any(optimizer.is_sharded for optimizer in self.optimizers):
-            raise NotSupported("state_dict() of a training with zero=1 is not there yet: load a checkpoint of it")
+        """Return the state of all that `steps` was given; where it is sharded, in the body of `whole`."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     # ---- the same on all workers ----
@@ -241,6 +235,19 @@ class TrainingState:
                 random.setstate(generators[1])
 
         return undo
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no worker has all of the state."""
+        return any(optimizer.is_sharded for optimizer in self.optimizers)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Let rank 0 alone take the state in the body, which all workers enter."""
+        with self._whole_states(self.optimizers), contextlib.ExitStack() as models:
+            for model in self._sharded_models:
+                models.enter_context(model.whole_state(keeps=self._workers.membership.rank == 0))
+            yield
 
     @contextlib.contextmanager
     def _whole_states(self, optimizers: Sequence[ReplicaOptimizer]) -> Iterator[None]:

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lp_pipe as lp
 import lp_pipe.data_parallel as dp
-from tests.data_parallel.loops import SEED, differences, plain_loop, train
+from tests.data_parallel.loops import SEED, batch, build, differences, plain_loop, train
 
 STEPS = 8
 
@@ -68,3 +69,29 @@ def test_sharded_optimizer_state_has_the_same_bits_also_after_a_restart(launched
         assert differences(tmp_path, *plain_loop(steps, 4)) == []
         for file in tmp_path.glob("rank*.pt"):
             file.unlink()
+
+
+def asking(replicas: dp.ReplicasClient, folder: str) -> None:
+    torch.save((replicas.state_dict(), replicas.fingerprint()), Path(folder) / "asked.pt")
+
+
+def training_until_asked(replica: dp.Replica, folder: str) -> None:
+    model = build()
+    optimizer = replica.optimizer(torch.optim.Adam(model.parameters(), 0.01), model, zero=1)
+    for step in replica.steps(1000, model=model, optimizer=optimizer):
+        for shard in replica.shards(batch(step)):
+            (model(shard.input).sum() * shard.weight).backward()
+        optimizer.step()
+        if replica.all_reduce(torch.tensor(float(Path(folder, "asked.pt").exists()))).item() == replica.world_size:
+            return
+
+
+def test_a_client_gets_the_whole_of_sharded_state_between_two_steps(tmp_path: Path) -> None:
+    program = lp.Program("replicas")
+    handle = dp.add_replicas(program, training_until_asked, str(tmp_path), replicas=2, seed=SEED)
+    program.add_node(lp.PyNode(asking, handle, str(tmp_path)), label="asker")
+    lp.launch(program, mode="thread", run_dir=tmp_path / "run").wait(timeout=60)
+    state, _ = torch.load(tmp_path / "asked.pt", weights_only=False)
+    moments = {index: values["exp_avg"].shape for index, values in state["optimizer"]["state"].items()}
+    shapes = [parameter.shape for parameter in build().parameters()]
+    assert moments and all(shapes[index] == shape for index, shape in moments.items())
