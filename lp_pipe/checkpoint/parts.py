@@ -17,7 +17,10 @@ class Stateful(Protocol):
 
 
 class SavesItself(Protocol):
-    """A part that writes a folder of its own, as pipelines do."""
+    """A part that writes a folder of its own, as pipelines do.
+
+    If it is the state of one node, its attribute `courier_client` is that node's client.
+    """
 
     def save_async(self, path: Path) -> "Future[list[str]] | Future[None]":
         """Copy the state in memory and return a future of its write, which ends once the state is written.

@@ -85,7 +85,8 @@ class LostParts:
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
-        self._clients = {name: part for name, part in parts.items() if isinstance(part, CourierClient)}
+        clients = {name: _client_of(part) for name, part in parts.items()}
+        self._clients = {name: client for name, client in clients.items() if client is not None}
         self._addresses: dict[NodeServices, list[str]] = {}
         for client in self._clients.values():
             address = address_of(client)
@@ -114,3 +115,10 @@ class LostParts:
                 _log.warning(
                     "part %r was restarted before there was a checkpoint: it starts with its initial state", name
                 )
+
+
+def _client_of(part: Any) -> CourierClient | None:
+    """Return the client of the node whose state the part is: itself, or what a part that saves itself writes with."""
+    if saves_itself(part):
+        part = getattr(part, "courier_client", None)
+    return part if isinstance(part, CourierClient) else None

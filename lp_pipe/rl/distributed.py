@@ -39,6 +39,8 @@ from lp_pipe.rl.rounds import (
     RoundStart,
     act_round,
     make_table,
+    read_table_state,
+    write_table_state,
 )
 from lp_pipe.rl.run_experiment import (
     Evaluator,
@@ -113,6 +115,7 @@ class ExperimentReplay(GenerationServer):
     def __init__(self) -> None:
         super().__init__()
         self._table: ExperimentTable | None = None
+        self._copied: Any = None
 
     async def open(self, generation: str, options: ExperimentOptions) -> bool:
         """Begin a generation; return whether the last round was learned."""
@@ -169,13 +172,19 @@ class ExperimentReplay(GenerationServer):
         """Return the counts of the table."""
         return {"replay": {} if self._table is None else self._table.table.info()}
 
-    async def state_dict(self) -> Any:
-        """Return all that depends on the past, or None before the experiment has begun."""
-        return None if self._table is None else self._table.state_dict()
+    async def copy_state(self) -> None:
+        """Copy all that depends on the past in memory, for `write_copy`."""
+        self._copied = None if self._table is None else self._table.state_dict()
 
-    async def load_state_dict(self, state: Any) -> None:
-        """Continue from a state, in the next generation."""
+    def write_copy(self, path: Path) -> list[str]:
+        """Write the copy into a new folder; return the names of the files. The table goes on meanwhile."""
+        copied, self._copied = self._copied, None
+        return write_table_state(path, copied)
+
+    async def load_state_dict(self, path: str) -> None:
+        """Continue from the state in a folder, in the next generation."""
         self._generation, self._table = None, None
+        state = read_table_state(Path(path))
         if state is not None:
             self._table = make_table(state["options"])
             self._table.load_state_dict(state)
@@ -185,6 +194,23 @@ class ExperimentReplay(GenerationServer):
     def _opened(self) -> ExperimentTable:
         assert self._table is not None, "calls with a generation come after `open`"
         return self._table
+
+
+class ReplayPart:
+    """The replay node as a part of checkpoints. It writes its state itself, while the experiment goes on."""
+
+    def __init__(self, client: Any) -> None:
+        self.courier_client = client
+
+    def save_async(self, path: Path) -> "Future[list[str]]":
+        """Return once the state is copied in memory, with a future of its write."""
+        self.courier_client.copy_state()
+        written: Future[list[str]] = self.courier_client.futures.write_copy(path)
+        return written
+
+    def load(self, path: Path) -> None:
+        """Let the node read its state."""
+        self.courier_client.load_state_dict(str(path))
 
 
 class ExperimentCounter(GenerationServer):
@@ -332,7 +358,7 @@ class ExperimentLearner(GenerationServer):
                 raise
 
     def _run(self) -> None:
-        parts = {"learner": self._learner, "replay": self._replay, "counter": self._counter}
+        parts = {"learner": self._learner, "replay": ReplayPart(self._replay), "counter": self._counter}
         checkpoints = Checkpoints(parts)
         checkpoints.begin(self)
         while not lp.stop_event().is_set():
@@ -400,7 +426,7 @@ class ExperimentLearner(GenerationServer):
         """Wait for the samples of a round; None: in free order an evaluation has meanwhile ended the experiment."""
         call = self._replay.futures.learn(generation, number)
         while self._lag is None and not call.done():
-            wait([call, *(one for one in self._waiting.values() if not one.done())], return_when=FIRST_COMPLETED)
+            self._wait_for(call)
             if self._is_good_enough(number):
                 call.cancel()
                 return None
@@ -433,13 +459,16 @@ class ExperimentLearner(GenerationServer):
     def _result_of(self, call: "Future[Any]") -> Any:
         """Wait for a call, unless another one fails: what it waits for may then never happen."""
         while not call.done():
-            asked = [*self._waiting.values(), self._finishing]
-            others = [one for one in asked if one is not None and not one.done()]
-            wait([call, *others], return_when=FIRST_COMPLETED)
-            for one in others:
-                if one.done():
-                    one.result()
+            self._wait_for(call)
         return call.result()
+
+    def _wait_for(self, call: "Future[Any]") -> None:
+        """Wait until this call or one of the others that are in progress is done; raise the error of another one."""
+        others = [one for one in (*self._waiting.values(), self._finishing) if one is not None and one is not call]
+        for one in others:
+            if one.done():
+                one.result()
+        wait([call, *(one for one in others if not one.done())], return_when=FIRST_COMPLETED)
 
     def _version(self, number: int) -> tuple[int, Any]:
         """Return the learner steps and weights after a learner round.

@@ -7,10 +7,13 @@ in one thread, the nodes of `make_distributed_experiment` each in its own proces
 import copy
 import hashlib
 import math
+import pickle
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -241,6 +244,10 @@ class RoundsTable(ExperimentTable):
         del self._steps_before[number]
         return self._sample(self._num_samples(self.table.inserts - before))
 
+    def state_dict(self) -> dict[str, Any]:
+        deliveries = {number: dict(one) for number, one in self._deliveries.items()}  # those of a round still grow
+        return {**super().state_dict(), "_deliveries": deliveries}
+
     def _env_steps_before(self, number: int) -> int | None:
         """Return the steps of all actors before a round; None: not known yet."""
         if number in self._steps_before or self.options.is_vector:
@@ -359,6 +366,44 @@ class FreeTable(ExperimentTable):
 
 _FREE_STEPS = 32  # of an actor between two deliveries: of less, calls would be a large part of the time
 _MOST_BATCHES = 16  # that a learner gets at once: it learns from them with priorities of before
+
+
+class SavedTable:
+    """A table as a part of checkpoints, which it writes itself. state: None before there is one.
+
+    table: None if only the state is wanted.
+    """
+
+    def __init__(self, table: ExperimentTable | None = None) -> None:
+        self._table = table
+        self.state: Any = None
+
+    def save_async(self, path: Path) -> "Future[list[str]]":
+        written: Future[list[str]] = Future()
+        written.set_result(write_table_state(path, self._table.state_dict() if self._table is not None else None))
+        return written
+
+    def load(self, path: Path) -> None:
+        """Read the state; continue from it if there is a table."""
+        self.state = read_table_state(path)
+        if self._table is not None and self.state is not None:
+            self._table.load_state_dict(self.state)
+
+
+def write_table_state(path: Path, state: Any) -> list[str]:
+    """Write the state of a table, or None, into a new folder; return the names of the files."""
+    path.mkdir()
+    with (path / _TABLE_FILE).open("wb") as file:
+        pickle.dump(state, file, protocol=5)
+    return [_TABLE_FILE]
+
+
+def read_table_state(path: Path) -> Any:
+    """Unpickle what `write_table_state` wrote."""
+    return pickle.loads((path / _TABLE_FILE).read_bytes())
+
+
+_TABLE_FILE = "table.pickle"
 
 
 def make_table(options: ExperimentOptions) -> ExperimentTable:

@@ -16,7 +16,15 @@ from lp_pipe.rl.environment_loop import EnvironmentFailed, EnvironmentLoop, envi
 from lp_pipe.rl.experiment import ExperimentConfig, Network, Policy, Result, Rounds, Spec
 from lp_pipe.rl.replay.rate_limiter import SampleToInsertRatio
 from lp_pipe.rl.replay.table import Table
-from lp_pipe.rl.rounds import Evaluations, ExperimentOptions, RoundsLearner, act_round, fingerprint_of, make_table
+from lp_pipe.rl.rounds import (
+    Evaluations,
+    ExperimentOptions,
+    RoundsLearner,
+    SavedTable,
+    act_round,
+    fingerprint_of,
+    make_table,
+)
 from lp_pipe.rl.tree import row, stacked
 
 
@@ -71,7 +79,8 @@ class _Experiment:
             self._evaluate()
             if self._checkpoints is not None:
                 self._checkpoints.save(self._learner.round)
-            states = {name: part.state_dict() for name, part in self._parts().items()}
+            parts: dict[str, Any] = {"learner": self._learner, "replay": self._table, "counter": self._evaluations}
+            states = {name: part.state_dict() for name, part in parts.items()}
             return result_of(self._config, self._spec, states, self._evaluated)
         finally:
             for actor in self._actors:
@@ -110,7 +119,7 @@ class _Experiment:
                 self._evaluations.add(due.number, self._evaluator.returns(due.counts))
 
     def _parts(self) -> dict[str, Any]:
-        return {"learner": self._learner, "replay": self._table, "counter": self._evaluations}
+        return {"learner": self._learner, "replay": SavedTable(self._table), "counter": self._evaluations}
 
 
 class ExperimentParts:
@@ -204,7 +213,7 @@ def load(run_dir: Path | str) -> Result:
     """
     folder = Path(run_dir)
     experiment, spec = cloudpickle.loads((folder / _EXPERIMENT).read_bytes())
-    kept = {name: _Kept() for name in ("learner", "replay", "counter")}
+    kept: dict[str, Any] = {"learner": _Kept(), "replay": SavedTable(), "counter": _Kept()}
     found = Checkpoints(kept, folder / "checkpoints").restore()
     if found is None or kept["replay"].state is None:
         raise CheckpointError(f"{folder} has no checkpoint yet: the experiment had just begun")
