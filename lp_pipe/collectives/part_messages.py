@@ -3,6 +3,7 @@
     worker                                     server
       open: generation; name, rank, workers ─►
       part of a tensor                     ──►   adds the parts of all workers, in the order of their ranks
+                                         ◄──   receipt, unless the sum is complete
                                            ◄──   the sum of the parts
                                            ◄──   note: the workers' calls do not match
 
@@ -75,6 +76,17 @@ def part_frame(part: Part, *, by_reference: bool) -> Frame:
     body = _PART.pack(part.key.sequence, part.key.part, _NUMBERS[part.dtype], part.is_compressed, part.numel)
     buffers = part.tensors if by_reference else [_bytes_of(tensor) for tensor in part.tensors]
     return Frame(frames.CHANNEL_DATA, 0, part.key.name, body, buffers)
+
+
+def receipt_frame(part: Part) -> Frame:
+    """Return the frame that tells a worker that its part has arrived, so that it may send the next one."""
+    return part_frame(part._replace(tensors=()), by_reference=True)._replace(kind=frames.CHANNEL_CREDIT)
+
+
+def key_of(frame: Frame) -> PartKey:
+    """Return the key of the part of a frame."""
+    sequence, number, *_ = _PART.unpack(frame.body)
+    return PartKey(frame.name, sequence, number)
 
 
 def part_of(frame: Frame, compression: Compression | None) -> Part:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lp_pipe import connections
 from lp_pipe.collectives.backend import GenerationOver
 from lp_pipe.collectives.compression import Compression, ErrorFeedback
-from lp_pipe.collectives.part_messages import Part, PartKey, ServerHello, begin, part_frame, part_of
+from lp_pipe.collectives.part_messages import Part, PartKey, ServerHello, begin, key_of, part_frame, part_of
 from lp_pipe.collectives.sum_server import SumServer
 from lp_pipe.connections import Connection, Frame, frames, inproc
 from lp_pipe.errors import CollectiveMismatch
@@ -143,7 +143,7 @@ class PushPull:
         self._numbers = itertools.count()
         self._uses: dict[str, int] = {}  # of each name
         self._under_way: dict[PartKey, tuple[PendingSum, Tensor]] = {}
-        self._unanswered = 0
+        self._unanswered: set[PartKey] = set()  # parts that no server has confirmed
         self._error: Exception | None = None
         self._connections: list[Connection] = []
         self._thread: threading.Thread | None = None
@@ -263,13 +263,13 @@ class PushPull:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._error is not None or (self._queue and self._unanswered < self._options.limit)
+                    lambda: self._error is not None or (self._queue and len(self._unanswered) < self._options.limit)
                 )
                 if self._error is not None:
                     self._queue.clear()
                     return
                 queued = heapq.heappop(self._queue)
-                self._unanswered += 1
+                self._unanswered.add(queued.key)
             connection = self._connections[queued.server]
             try:
                 frame = part_frame(self._part_of(queued), by_reference=connection.is_same_process())
@@ -288,6 +288,11 @@ class PushPull:
         if frame.kind == frames.CHANNEL_NOTE:
             self._fail(CollectiveMismatch(bytes(frame.body).decode()))
             return
+        if frame.kind == frames.CHANNEL_CREDIT:
+            with self._changed:
+                self._unanswered.discard(key_of(frame))
+                self._changed.notify_all()
+            return
         compression = self._options.compression
         part = part_of(frame, compression)
         with self._changed:
@@ -299,7 +304,7 @@ class PushPull:
         else:
             into.copy_(part.tensors[0])
         with self._changed:
-            self._unanswered -= 1
+            self._unanswered.discard(part.key)
             pending.parts_left -= 1
             on_done = pending.on_done if pending.is_complete else None
             self._changed.notify_all()

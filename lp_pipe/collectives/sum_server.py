@@ -10,7 +10,7 @@ from torch import Tensor
 from lp_pipe import connections
 from lp_pipe.collectives.backend import mismatch_text
 from lp_pipe.collectives.compression import Compression, ErrorFeedback
-from lp_pipe.collectives.part_messages import Part, PartKey, ServerHello, begin, part_frame, part_of
+from lp_pipe.collectives.part_messages import Part, PartKey, ServerHello, begin, part_frame, part_of, receipt_frame
 from lp_pipe.connections import Connection, Frame, frames, run_endpoints
 from lp_pipe.errors import Unavailable
 
@@ -94,6 +94,8 @@ class SumServer:
         elif answer is not None:
             for one in workers:
                 one.send(part_frame(answer, by_reference=one.is_same_process))
+        else:  # without it workers that wait for each other's parts would all have too many without an answer
+            worker.send(receipt_frame(part))
 
     def _mismatch(self, found: _PartialSum, rank: int, part: Part) -> str:
         """Return what is wrong with a part beside the first one of its key; "" if it fits."""
