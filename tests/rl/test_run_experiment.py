@@ -193,3 +193,11 @@ def test_free_order_takes_exactly_its_steps_and_keeps_the_ratio(table: str, vect
     assert counts["env_steps"] == counts["inserts"] == (1002 if vector else 1003)
     wanted = 1.5 * (counts["inserts"] - 10) if table == "ratio" else counts["inserts"]
     assert abs(counts["samples"] - wanted) <= 4 == counts["samples"] / counts["learner_steps"]
+
+
+def test_a_band_that_is_narrower_than_a_batch_is_refused() -> None:
+    narrow = rl.Table(1_000, rate_limiter=rl.SampleToInsertRatio(1.5, 10, 3.0))
+    with pytest.raises(ValueError, match=r"3 .*4"):
+        rl.run_experiment(config(BanditBuilder(narrow)))
+    with pytest.raises(ValueError, match=r"3 .*4"):
+        rl.make_distributed_experiment(config(BanditBuilder(narrow)), num_actors=2)
