@@ -91,7 +91,8 @@ def adam(parameters: Any, folder: str | None = None) -> torch.optim.Optimizer:
 
 
 def replica_loop(replica: dp.Replica, zero: int, width: int, steps: int, folder: str, *, is_probed: bool) -> None:
-    model: nn.Module = build(width, folder if is_probed else None)
+    with torch.device("meta" if zero >= 2 else "cpu"):
+        model: nn.Module = build(width, folder if is_probed else None)
     if zero >= 2:
         model = replica.shard(model, zero)
     inner = adam(model.parameters(), folder if is_probed else None)
@@ -182,12 +183,12 @@ def seconds_of_torch(zero: int, ranks: int, steps: int) -> float:
 
 
 def limited(replica: dp.Replica, zero: int) -> None:
-    """Train with room for 8 bytes per parameter more than this process has already."""
+    """Train with room for 10 bytes per parameter more than this process has already."""
     used = next(line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
-    limit = (int(used.split()[1]) << 10) + 10 * _LAYERS * _WIDTH**2
+    limit = (int(used.split()[1]) << 10) + 10 * _LAYERS * _MEMORY_WIDTH**2
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     with tempfile.TemporaryDirectory() as folder:
-        replica_loop(replica, zero, _WIDTH, 2, folder, is_probed=False)
+        replica_loop(replica, zero, _MEMORY_WIDTH, 2, folder, is_probed=False)
 
 
 def trains_within_the_limit(zero: int) -> str:
@@ -198,7 +199,8 @@ def trains_within_the_limit(zero: int) -> str:
         try:
             lp.launch(program, mode="process", run_dir=pathlib.Path(folder) / "run").wait()
         except lp.NodeError as error:
-            return next((line for line in str(error).splitlines() if "zero=" in line), f"names no zero=: {error}")
+            advice = [line for line in str(error).splitlines() if "out of memory" in line and "zero=" in line]
+            return advice[0] if advice else f"names no zero=: {error}"
         return "trains"
 
 
