@@ -1,6 +1,6 @@
 """A worker's end of the servers that sum: it pushes parts of tensors and pulls the sums, several at a time.
 
-    begin(tensor) ──► parts, front layers first ──► at most 32 without an answer ──► servers
+    begin(tensor) ──► parts, front layers first ──► at most 32 without a receipt ──► servers
     wait()        ◄── sums, into the tensor's place ◄─────────────────────────────────┘
 
 Without the limit, a front layer's gradient, which is there last, would queue in the network behind all others.
@@ -35,7 +35,7 @@ _TURNS = 240  # of the servers, before they repeat
 
 @dataclass(frozen=True)
 class PushPullOptions:
-    """The options of a PushPull. limit: the parts without an answer at a time. priority: see `PushPull.begin`."""
+    """The options of a PushPull. limit: the parts without a receipt at a time. priority: see `PushPull.begin`."""
 
     partition_bytes: int = 1 << 18
     priority: bool = True
@@ -143,7 +143,7 @@ class PushPull:
         self._numbers = itertools.count()
         self._uses: dict[str, int] = {}  # of each name
         self._under_way: dict[PartKey, tuple[PendingSum, Tensor]] = {}
-        self._unanswered: set[PartKey] = set()  # parts that no server has confirmed
+        self._unconfirmed: set[PartKey] = set()  # parts that no server has confirmed
         self._error: Exception | None = None
         self._connections: list[Connection] = []
         self._thread: threading.Thread | None = None
@@ -263,13 +263,13 @@ class PushPull:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._error is not None or (self._queue and len(self._unanswered) < self._options.limit)
+                    lambda: self._error is not None or (self._queue and len(self._unconfirmed) < self._options.limit)
                 )
                 if self._error is not None:
                     self._queue.clear()
                     return
                 queued = heapq.heappop(self._queue)
-                self._unanswered.add(queued.key)
+                self._unconfirmed.add(queued.key)
             connection = self._connections[queued.server]
             try:
                 frame = part_frame(self._part_of(queued), by_reference=connection.is_same_process())
@@ -290,7 +290,7 @@ class PushPull:
             return
         if frame.kind == frames.CHANNEL_CREDIT:
             with self._changed:
-                self._unanswered.discard(key_of(frame))
+                self._unconfirmed.discard(key_of(frame))
                 self._changed.notify_all()
             return
         compression = self._options.compression
@@ -304,7 +304,7 @@ class PushPull:
         else:
             into.copy_(part.tensors[0])
         with self._changed:
-            self._unanswered.discard(part.key)
+            self._unconfirmed.discard(part.key)
             pending.parts_left -= 1
             on_done = pending.on_done if pending.is_complete else None
             self._changed.notify_all()
