@@ -35,11 +35,11 @@ class HostLink(NamedTuple):
     bandwidth: float
 
 
-def measure_links(hosts: Sequence[str], **options: Any) -> list[HostLink]:
+def measure_links(hosts: Sequence[str], /, **options: Any) -> list[HostLink]:
     """Measure the links within each host, and then between each host and the next one, and the first.
 
     Within a host the link is that between two processes.
-    hosts: names that the engine knows. options: of `launch`, such as engine= and hosts=.
+    hosts: names that the engine knows. options: of `launch`, such as engine=, and its own hosts=.
     One link at a time, both ways at once, with nothing else of ours on it. Arrays take the way of a call's: through
     shared memory in a host, in a stream with mTLS between hosts. So it is the bandwidth that a program gets, not that
     of the cable.
