@@ -1,5 +1,6 @@
 """A table of a replay buffer: items with keys and priorities, and rules by which they are sampled and removed."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -77,7 +78,8 @@ class TableState:
         self._keys = np.zeros(size, dtype=np.int64)
         self._times = np.zeros(size, dtype=np.int64)
         self._priorities = np.zeros(size)
-        self._slots: dict[int, int] = {}  # by key, the oldest first
+        # By key, the oldest first. A dict's first entry takes longer to find with each one that was removed before it.
+        self._slots: OrderedDict[int, int] = OrderedDict()
         self._free = list(range(size - 1, -1, -1))
         self._live = np.zeros(size, dtype=np.int64)  # slots, dense, for uniform choices
         self._place = np.zeros(size, dtype=np.int64)  # of a slot in _live
@@ -198,7 +200,7 @@ class TableState:
             column[slots] = rows
             self._columns.append(column)
         self._keys[slots], self._times[slots] = state["keys"], state["times"]
-        self._slots = dict(zip(state["keys"].tolist(), slots.tolist(), strict=True))
+        self._slots = OrderedDict(zip(state["keys"].tolist(), slots.tolist(), strict=True))
         self._free = list(state["free"])
         self._live[: len(slots)] = slots[state["live"]]
         self._place[self._live[: len(slots)]] = np.arange(len(slots))
@@ -250,7 +252,7 @@ class TableState:
     def _room(self) -> int:
         """Return a free slot, into which an item is about to come."""
         if not self._free:
-            self._remove(self._one(self.options.remover))
+            self._free_slot(self._one(self.options.remover))  # the item that comes writes its own priority
         slot = self._free.pop()
         place = self._used - 1
         self._live[place], self._place[slot] = slot, place
@@ -301,11 +303,14 @@ class TableState:
         return Sample(self._keys[slots], probabilities, weights, self._times[slots], data)
 
     def _remove(self, slot: int) -> None:
+        self._free_slot(slot)
+        self._write_priorities(np.array([slot]), np.zeros(1))
+
+    def _free_slot(self, slot: int) -> None:
         del self._slots[int(self._keys[slot])]
         place, last = self._place[slot], self._live[self._used - 1]
         self._live[place], self._place[last] = last, place
         self._free.append(slot)
-        self._write_priorities(np.array([slot]), np.zeros(1))
         self.deletes += 1
 
 
