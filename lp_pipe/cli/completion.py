@@ -5,7 +5,7 @@ runs: to start Python for each press of the Tab key would take a second on a bus
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import shtab
@@ -90,7 +90,7 @@ def _parsers_of(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser
     """Return the parser, and those of its commands and of their actions."""
     found = [parser]
     for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
+        if isinstance(action.choices, Mapping):  # of commands
             for inner in action.choices.values():
                 found += _parsers_of(inner)
     return found

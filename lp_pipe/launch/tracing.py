@@ -4,17 +4,19 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lp_pipe.context import NodeContext
 from lp_pipe.errors import NotSupported
 from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host
 from lp_pipe.launch.supervision.messages import SpansRecorded
-from lp_pipe.launch.trace_file import TraceFile
 from lp_pipe.telemetry import tracing
 from lp_pipe.telemetry.otel import OpenTelemetryExporter
 from lp_pipe.telemetry.tracing import TraceBatch
+
+if TYPE_CHECKING:
+    from lp_pipe.launch.trace_file import TraceFile
 
 _LAST_SPANS_S = 3.0  # for processes to send what is left
 _NEXT_SPANS_S = 0.5  # until processes that go on recording have sent what they have done
@@ -67,6 +69,8 @@ class Tracer:
             if self._exporter is None or self._file is not None:
                 check_is_not_traced(f"trace into {path}", is_this=self._file is not None)
             self._began = time.monotonic()
+            from lp_pipe.launch.trace_file import TraceFile  # it loads schedules
+
             self._file = TraceFile(path, self._began)
         if self._exporter is None:
             self._record()

@@ -189,4 +189,4 @@ def test_an_elastic_program_that_does_not_fit_the_hosts_that_are_left_ends_witho
     run: Any = SimpleNamespace(is_over=True, wait=wait, stop=nothing, status=nothing, run_dir=tmp_path)
     display: Any = SimpleNamespace(started=nothing, status=nothing, suspended=contextlib.nullcontext)
     with pytest.raises(NotLaunched, match="wants 4 GPUs"):
-        _wait(run, display, GraphView.of(lp.Program("elastic")), SimpleNamespace(look=nothing))  # type: ignore[arg-type]
+        _wait(run, display, GraphView.of(lp.Program("elastic")), SimpleNamespace(look=nothing), None)  # type: ignore[arg-type]

@@ -285,9 +285,11 @@ class WarmTemplates:
 
     def warm_up(self) -> None:
         """Start a template now that fits every later launch of this process, unless there is one."""
-        if not self._idle:
-            template = Template(lambda *_: None, lambda *_: None, lambda _: None, _WORTH_PRELOADING)
-            template.end_run(_IMPORT_PATIENCE_S)
+        template = self.take(_WORTH_PRELOADING, ORPHAN_S)
+        if template is None:
+            Template(lambda *_: None, lambda *_: None, lambda _: None, _WORTH_PRELOADING).end_run(_IMPORT_PATIENCE_S)
+        else:
+            self.put(template)
 
     def close(self) -> None:
         """End all idle templates; those in use end with their runs."""

@@ -385,7 +385,7 @@ def test_a_worker_that_was_started_again_has_no_rate_to_tell_and_none_to_change(
     """The operation uses no channel, from which the others would learn of its death."""
     no: Any = None  # a part that learning rates do not need
     training, restart_check = Training([], adam, None), RestartCheck("stages/1")
-    successor = WorkerState({}, training, no, no, no, no, restart_check, no)
+    successor = WorkerState({}, training, no, no, no, no, restart_check, no, no, no)
     with pytest.raises(lp.Unavailable, match="stages/1 was started again"):
         successor.learning_rates(GetLearningRates())
     with pytest.raises(lp.Unavailable, match="stages/1 was started again"):
