@@ -157,7 +157,9 @@ def _program(
         node.configure(settings, searcher_handle)
     with program.group("slots", resources, on_failure="restart", max_restarts=None):
         for _ in range(settings.num_slots):
-            slot = lp.PyClassNode(TrialSlot, searcher_handle, trial, settings.folder, settings.seed, patterns)
+            # Slots get no calls. But the back-off of a node that has served begins anew, so that slots which are
+            # killed now and then come back at once.
+            slot = lp.CourierNode(TrialSlot, searcher_handle, trial, settings.folder, settings.seed, patterns)
             program.add_node(slot)
     return program
 
