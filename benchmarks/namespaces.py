@@ -5,7 +5,8 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 _TOOLS = ("ip", "tc", "nsenter")
@@ -99,6 +100,42 @@ def hosts_on_a_switch(count: int, bytes_per_s: float) -> Iterator[list[Host]]:
     finally:
         for host in (*hosts, switch):
             subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
+
+
+@contextlib.contextmanager
+def started_party(host: Host, module: str, job: dict[str, Any]) -> Iterator["subprocess.Popen[str]"]:
+    """Start `python -m module --party` on a host, tell it its job, and kill it at the end."""
+    environment = ("env", f"GLOO_SOCKET_IFNAME={host.device}", "CUDA_VISIBLE_DEVICES=")
+    command = host.command(*environment, sys.executable, "-m", module, "--party")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            tell([process], json.dumps(job))
+            yield process
+        finally:
+            process.kill()
+
+
+def tell(parties: Sequence["subprocess.Popen[str]"], line: str) -> None:
+    """Write a line to each party."""
+    for one in parties:
+        assert one.stdin is not None, "it is a pipe"
+        one.stdin.write(line + "\n")
+        one.stdin.flush()
+
+
+def answers_of(parties: Sequence["subprocess.Popen[str]"]) -> list[str]:
+    """Return the next line of each party.
+
+    Raises:
+        SystemExit: a party has ended.
+    """
+    found = []
+    for one in parties:
+        assert one.stdout is not None, "it is a pipe"
+        found.append(one.stdout.readline().strip())
+        if not found[-1]:
+            raise SystemExit("a party has ended; its error is above")
+    return found
 
 
 def _run(*command: str) -> str:

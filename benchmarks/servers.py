@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import lp_pipe as lp
 import lp_pipe.data_parallel as dp
 from benchmarks import namespaces
-from benchmarks.namespaces import Host
+from benchmarks.namespaces import Host, answers_of, started_party, tell
 from benchmarks.report import machine, show_table, spread, write_json
 from lp_pipe.channels import ChannelHub
 from lp_pipe.collectives.compression import TopK
@@ -210,35 +210,6 @@ def async_rates(slow: int) -> list[float]:
 # --- all of them ---
 
 
-@contextlib.contextmanager
-def _party(host: Host, job: dict[str, Any]) -> Iterator["subprocess.Popen[str]"]:
-    environment = ("env", f"GLOO_SOCKET_IFNAME={host.device}", "CUDA_VISIBLE_DEVICES=")
-    command = host.command(*environment, sys.executable, "-m", "benchmarks.servers", "--party")
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            _tell([process], json.dumps(job))
-            yield process
-        finally:
-            process.kill()
-
-
-def _tell(parties: Sequence["subprocess.Popen[str]"], line: str) -> None:
-    for party in parties:
-        assert party.stdin is not None, "it is a pipe"
-        party.stdin.write(line + "\n")
-        party.stdin.flush()
-
-
-def _answers(parties: Sequence["subprocess.Popen[str]"]) -> list[str]:
-    found = []
-    for party in parties:
-        assert party.stdout is not None, "it is a pipe"
-        found.append(party.stdout.readline().strip())
-        if not found[-1]:
-            raise SystemExit("a party has ended; its error is above")
-    return found
-
-
 def measure(rounds: int, methods: Sequence[str]) -> dict[str, Any]:
     """Return seconds, bytes by those of the gradients, and seconds of a processor, of each method."""
     problem = namespaces.why_not()
@@ -262,16 +233,19 @@ def _measure_on(
         "servers": addresses[WORKERS:],
     }
     jobs = [{**shared, "address": host.address, "rank": rank, "name": f"{rank}"} for rank, host in enumerate(hosts)]
-    parties = [stack.enter_context(_party(host, job)) for host, job in zip(hosts, jobs, strict=True)]
-    _answers(parties)
+    parties = [
+        stack.enter_context(started_party(host, "benchmarks.servers", job))
+        for host, job in zip(hosts, jobs, strict=True)
+    ]
+    answers_of(parties)
     workers = parties[:WORKERS]
-    _tell(workers, "connect")
+    tell(workers, "connect")
     found: dict[str, Any] = {method: {"s": [], "sent": [], "cpu_s": [], "all_cpu_s": []} for method in methods}
     for turn in range(rounds + 1):
         for method in methods:
             before, cpu = [host.sent_bytes(_HEADER_BYTES) for host in hosts[:WORKERS]], _cpu_s(parties)
-            _tell(workers, method)
-            answers = [json.loads(answer) for answer in _answers(workers)]
+            tell(workers, method)
+            answers = [json.loads(answer) for answer in answers_of(workers)]
             sent = [host.sent_bytes(_HEADER_BYTES) - one for host, one in zip(hosts, before, strict=False)]
             if turn:  # the first one has warmed up
                 found[method]["s"].append(max(seconds for seconds, _ in answers))
@@ -282,8 +256,8 @@ def _measure_on(
     steps: dict[str, list[float]] = {"True": [], "False": []}
     for _ in range(max(1, rounds // 3)):
         for priority, seconds in steps.items():
-            _tell(workers, f"steps {priority} {rounds}")
-            seconds.append(max(json.loads(answer)[0] for answer in _answers(workers)))
+            tell(workers, f"steps {priority} {rounds}")
+            seconds.append(max(json.loads(answer)[0] for answer in answers_of(workers)))
     return {"sums": sums, "with priority": spread(steps["True"]), "without priority": spread(steps["False"])}
 
 

@@ -14,10 +14,9 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import namespaces
-from benchmarks.namespaces import Host
+from benchmarks.namespaces import Host, answers_of, started_party, tell
 from benchmarks.report import machine, show_table, spread, write_json
 from lp_pipe.channels import ChannelHub
 from lp_pipe.collectives.direct import joined_by_channels
@@ -67,35 +66,6 @@ def party() -> None:
         print(json.dumps([seconds, cpu_s, torch.equal(tensor, expected)]), flush=True)
 
 
-@contextlib.contextmanager
-def _started(host: Host, job: dict[str, Any]) -> Iterator["subprocess.Popen[str]"]:
-    environment = ("env", f"GLOO_SOCKET_IFNAME={host.device}", "CUDA_VISIBLE_DEVICES=")
-    command = host.command(*environment, sys.executable, "-m", "benchmarks.two_hosts", "--party")
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            _tell([process], json.dumps(job))
-            yield process
-        finally:
-            process.kill()
-
-
-def _tell(parties: Sequence["subprocess.Popen[str]"], line: str) -> None:
-    for one in parties:
-        assert one.stdin is not None, "it is a pipe"
-        one.stdin.write(line + "\n")
-        one.stdin.flush()
-
-
-def _answers(parties: Sequence["subprocess.Popen[str]"]) -> list[str]:
-    found = []
-    for one in parties:
-        assert one.stdout is not None, "it is a pipe"
-        found.append(one.stdout.readline().strip())
-        if not found[-1]:
-            raise SystemExit("a party has ended; its error is above")
-    return found
-
-
 def measure(hosts: Sequence[Host], rounds: int) -> dict[str, Any]:
     """Return by size and method: seconds, bytes by those of the tensor, and whether all sums were exact."""
     shared = {
@@ -106,14 +76,17 @@ def measure(hosts: Sequence[Host], rounds: int) -> dict[str, Any]:
         f"{m}/{size}": {"s": [], "cpu_s": [], "sent": [], "exact": True} for size in SIZES for m in METHODS
     }
     with contextlib.ExitStack() as stack:
-        parties = [stack.enter_context(_started(host, {**shared, "rank": rank})) for rank, host in enumerate(hosts)]
-        _answers(parties)
-        _tell(parties, "connect")
+        parties = [
+            stack.enter_context(started_party(host, "benchmarks.two_hosts", {**shared, "rank": rank}))
+            for rank, host in enumerate(hosts)
+        ]
+        answers_of(parties)
+        tell(parties, "connect")
         for turn in range(rounds + 1):
             for name, figures in found.items():
                 before = [host.sent_bytes() for host in hosts]
-                _tell(parties, name)
-                answers = [json.loads(answer) for answer in _answers(parties)]
+                tell(parties, name)
+                answers = [json.loads(answer) for answer in answers_of(parties)]
                 sent = [host.sent_bytes() - one for host, one in zip(hosts, before, strict=True)]
                 if turn:  # the first one has warmed up
                     figures["s"].append(max(seconds for seconds, _, _ in answers))

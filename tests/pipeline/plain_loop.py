@@ -289,3 +289,9 @@ def model_with_everything(**options: Any) -> pp.Model:
             **options,
         }
     )
+
+
+def without_batch_norm(**options: Any) -> pp.Model:
+    """Return such a model for replicas, where BatchNorm's statistics are replica 0's and no plain loop's."""
+    layers = [layer for layer in layers_with_everything() if layer.name != "BatchNorm1d"]
+    return model_with_everything(layers=layers, **options)

@@ -14,23 +14,16 @@ from tests.pipeline.plain_loop import (
     adam,
     assert_same_state,
     launched,
-    layers_with_everything,
-    model_with_everything,
     random_batches,
     sgd,
     squared_error,
+    without_batch_norm,
 )
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 # 10 in 6 makes slices of 2 and five micro-batches; 3 makes three, 1 one: fewer than there are replicas.
 BATCHES = random_batches([10, 3, 12, 1])
-
-
-def without_batch_norm(**options: Any) -> pp.Model:
-    """BatchNorm's statistics are replica 0's, see below; everything else is the plain loop's."""
-    layers = [layer for layer in layers_with_everything() if layer.name != "BatchNorm1d"]
-    return model_with_everything(layers=layers, **options)
 
 
 def test_gradients_are_summed_per_replica_and_then_in_rank_order() -> None:

@@ -17,21 +17,15 @@ from tests.pipeline.plain_loop import (
     adam,
     assert_same_state,
     launched,
-    layers_with_everything,
-    model_with_everything,
     random_batches,
     squared_error,
+    without_batch_norm,
 )
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 # 10 in 6 makes five micro-batches; 3 makes three, 1 one: fewer than there are replicas.
 BATCHES = random_batches([10, 3, 12, 1])
-
-
-def without_batch_norm(**options: Any) -> pp.Model:
-    layers = [layer for layer in layers_with_everything() if layer.name != "BatchNorm1d"]
-    return model_with_everything(layers=layers, **options)
 
 
 def check_steps_and_checkpoint(mode: str, folder: Path, **options: Any) -> None:
