@@ -181,13 +181,14 @@ class Template:
 
     def end_run(self, patience_s: float = _PATIENCE_S) -> None:
         """End all processes of the run, and the template unless it is kept warm for another run."""
-        if _warm:
+        warm = _warm[-1] if _warm else None  # another thread may empty the list meanwhile
+        if warm is not None:
             self._say("end run")
             if self._is_free.wait(patience_s):
                 self._on_lost = lambda reason: None
                 kill_all([pid for pid in marked(MARK, self._mark) if pid != self._process.pid])
                 self._socket_dir = ""
-                if _warm[-1].put(self):
+                if warm.put(self):
                     return
         self.close()
 
