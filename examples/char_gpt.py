@@ -345,13 +345,11 @@ class Evaluator:
 
 
 def metrics_of(result: pp.StepResult, config: Config) -> dict[str, float]:
-    """Return a step's metrics, with the measured bubble and every stage's utilization."""
+    """Return a step's metrics; the pipeline logs its bubble and every stage's utilization itself."""
     return {
         "loss": result.loss,
         **result.metrics,
         "characters_per_s": config.batch_size * config.context / result.seconds,
-        "bubble": result.bubble_fraction,
-        **{f"utilization/{worker}": share for worker, share in enumerate(result.utilization)},
         "total_steps": config.steps,
     }
 

@@ -1,6 +1,7 @@
 """Compare a model's training as a pipeline with the plain loop, and find where the two first differ."""
 
 import copy
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -93,7 +94,11 @@ def check(model: Model, batches: Iterable[tuple[Any, Any]], **pipeline_options: 
             device=place,
             on_nan=pipeline_options.get("on_nan", "ignore"),
         )
-        with launch(program, "thread") as run:
+        # A folder of its own, removed with the metrics in it: a check is no run that anybody looks for.
+        with (
+            tempfile.TemporaryDirectory(prefix="lp-check-") as run_dir,
+            launch(program, "thread", run_dir=run_dir) as run,
+        ):
             pipeline = run.client(handle)
             for step, batch in enumerate(batches):
                 losses = pipeline.step(batch).loss, plain.step(batch)
