@@ -152,6 +152,15 @@ class NodeGroup:
         limit = self.spec.max_restarts
         return policy == "restart" and (limit is None or self.restarts < limit)
 
+    def fails_to_load_again(self, record: NodeRecord, failure: Failure) -> bool:
+        """Return whether a part that restarts without limit could not be loaded, twice in a row.
+
+        Its group has no limit for what its code does; a module that is missing stays missing.
+        """
+        before = record.error
+        is_repeated = failure.is_loading and before is not None and before.is_loading
+        return is_repeated and not failure.is_unavailable and self.spec.max_restarts is None
+
     def is_vital(self, record: NodeRecord) -> bool:
         """Return whether a failure of this part ends the program, because it is neither restarted nor ignored."""
         return not (record.retries_left or self.may_restart(self.spec.on_failure) or self.spec.on_failure == "ignore")

@@ -203,6 +203,8 @@ class NodeLifecycles:
         group = self.groups[record.spec.name]
         if failure is not None and self._is_of_the_stop(record, failure):
             failure = None
+        if failure is not None and group.fails_to_load_again(record, failure):
+            failure = replace(failure, is_final=True)
         record.error = failure or record.error
         may_restart = can_restart and not self.stop_requested
         if group.is_restarting and may_restart:

@@ -276,7 +276,10 @@ def _run(start: messages.StartNode, loaded: Generator[Any, None, None], supervis
     if failure is not None:
         return failure
     supervision.use_places_of(start)
-    node, resources = load_next()
+    try:
+        node, resources = load_next()
+    except Exception as error:
+        return dataclasses.replace(failure_from(error), is_loading=True)
     loaded.close()  # else it would keep the arguments alive
     logging_state.hold_level()
     context = NodeContext(

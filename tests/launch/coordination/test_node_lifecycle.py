@@ -84,6 +84,23 @@ def test_the_back_off_begins_anew_once_the_node_has_served(clock: Clock, policy:
     assert [fail_after(clock, lifecycles, 0.01) for _ in range(2)] == [0.2, 0.4]
 
 
+@pytest.mark.parametrize("limit", [None, 10])
+def test_a_node_that_cannot_be_loaded_twice_in_a_row_fails_unless_it_has_a_limit(
+    limit: int | None, clock: Clock
+) -> None:
+    lifecycles = NodeLifecycles([spec_of("a/0", on_failure="restart", max_restarts=limit)], lambda record: None)
+    raised, loading = FAILURES[1], Failure("ModuleNotFoundError", "No module named 'x'", is_loading=True)
+    is_failed = []
+    for failure in (raised, raised, loading, raised, loading, loading):
+        lifecycles.started("a/0", 4711)
+        lifecycles.ended("a/0", failure, can_restart=True)
+        lifecycles.gone("a/0")
+        clock.now += 10
+        lifecycles.next_order()
+        is_failed.append(lifecycles.first_failure.first is not None)
+    assert is_failed == [False] * 5 + [limit is None]
+
+
 def random_specs(choose: random.Random) -> list[NodeSpec]:
     specs = []
     for group in range(choose.randint(1, 3)):
