@@ -53,6 +53,7 @@ from lp_pipe.rl.run_experiment import (
 from lp_pipe.rl.tree import row, stacked
 
 _LOG_EVERY_S = 1.0
+_STOP_PATIENCE_S = 2.0
 
 
 def make_distributed_experiment(
@@ -302,8 +303,8 @@ class ExperimentLearner(GenerationServer):
         super().__init__()
         self._config, self._options, self._replay, self._counter = experiment, options, replay, counter
         self._deaths = RepeatedDeaths(f"learner-{lp.context().index}")
-        keep_experiment(Path(lp.context().run_dir), experiment, spec)
         with self._deaths.watched():
+            keep_experiment(Path(lp.context().run_dir), experiment, spec)
             network = make_network(experiment, spec)
             self._learner = RoundsLearner(experiment.builder, network, spec, experiment.seed, options.order)
         self._lag = options.order.lag if isinstance(options.order, Rounds) else None
@@ -354,7 +355,7 @@ class ExperimentLearner(GenerationServer):
             with self._deaths.watched():
                 self._run()
         except StaleGeneration:
-            if not lp.stop_event().is_set():
+            if not lp.wait_for_stop(_STOP_PATIENCE_S):  # another node may hear of the program's stop before this one
                 raise
 
     def _run(self) -> None:
@@ -526,6 +527,7 @@ class _Actor:
         """Act until the generation ends, which raises StaleGeneration or Unavailable."""
         generation, record = _result(self._replay.futures.join(self._index, self._generation))
         with self._deaths.watched():
+            self._deaths.at(-1, -1)  # an environment may end the process
             environments = make_environment(self._config, self._index)
             policy = self._config.builder.make_policy(self._network, self._spec, False)
             if self._inference is not None:
@@ -558,7 +560,7 @@ class _Actor:
             if weights is not None:
                 self._network.load_state_dict(weights)
             delivery = act_round(loop, start, learner_steps)
-        self._log(loop, start, delivery)
+            self._log(loop, start, delivery)  # it calls observers, which may fail
         return delivery
 
     def _mark(self, actor_steps: int, episode: int, step: int, seed: int) -> None:

@@ -12,6 +12,7 @@ import lp_pipe as lp
 from lp_pipe.programs.generations import StaleGeneration, has_stopped
 from lp_pipe.programs.waiting import until_the_stop
 from lp_pipe.rl.experiment import ExperimentConfig, Policy, Spec
+from lp_pipe.rl.repeated_deaths import RepeatedDeaths
 from lp_pipe.rl.run_experiment import make_network
 from lp_pipe.rl.tree import leaves_of, row, tree_map
 
@@ -21,8 +22,10 @@ class InferenceServer:
 
     def __init__(self, experiment: ExperimentConfig, spec: Spec, learner: Any, batch_size: int, timeout: float) -> None:
         self._learner = learner
-        self._network = make_network(experiment, spec)
-        self._policy = experiment.builder.make_policy(self._network, spec, False)
+        self._deaths = RepeatedDeaths(f"inference-{lp.context().index}")
+        with self._deaths.watched():
+            self._network = make_network(experiment, spec)
+            self._policy = experiment.builder.make_policy(self._network, spec, False)
         self._generator = np.random.default_rng((experiment.seed, time.time_ns()))
         self._using_network = threading.Lock()
         self._has_weights = threading.Event()
@@ -41,7 +44,7 @@ class InferenceServer:
                 known = -1
                 has_stopped()
                 continue
-            with self._using_network:
+            with self._using_network, self._deaths.watched():
                 self._network.load_state_dict(weights)
             self._has_weights.set()
 

@@ -1,6 +1,7 @@
 """A distributed experiment has the result of one process, whatever the mode is and whatever dies."""
 
 import functools
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,39 @@ def test_an_actor_that_raises_once_is_started_again_and_one_that_raises_twice_fa
         run_distributed(config(Buggy(9)), 1, "thread", tmp_path / "twice")
     assert (caught.value.label, caught.value.type_name) == ("actor", "DiesRepeatedly")
     assert all(text in caught.value.report for text in ("round 3", "a bug"))
+
+
+def make_none(seed: int) -> Bandit:
+    """Return the second actor's environment in vain, and others."""
+    return gone() if seed == environment_seed(0, "environment", 1, 0) else Bandit()
+
+
+class Imported(BanditBuilder):
+    """A builder that other processes cannot unpickle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pid = os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if os.getpid() != state["pid"]:
+            raise ModuleNotFoundError("No module named 'elsewhere'")
+        self.__dict__.update(state)
+
+
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_an_environment_that_cannot_be_made_twice_is_a_failure(mode: str, no_leaks: None, tmp_path: Path) -> None:
+    with pytest.raises(lp.NodeError) as caught:
+        run_distributed(config(environment_factory=make_none), 2, mode, tmp_path)
+    error = caught.value
+    assert (error.label, error.index, error.type_name) == ("actor", 1, "DiesRepeatedly") and "gone" in error.report
+
+
+@pytest.mark.slow
+def test_a_part_that_cannot_be_unpickled_is_a_failure(no_leaks: None, tmp_path: Path) -> None:
+    with pytest.raises(lp.NodeError) as caught:
+        run_distributed(config(Imported()), 1, "process", tmp_path)
+    assert caught.value.type_name == "ModuleNotFoundError" and "elsewhere" in caught.value.report
 
 
 def test_a_hanging_environment_is_named_in_the_report_of_hangs(no_leaks: None, tmp_path: Path) -> None:
