@@ -6,85 +6,35 @@ the file again, because a run writes its file in the order of time.
 """
 
 import bisect
-import contextlib
-import gc
-import json
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lp_pipe.dashboard.metric_lines import columns
+from lp_pipe.dashboard.metric_lines import SeriesKey, columns, points_of
 from lp_pipe.telemetry.plain_files import open_plain
 
 MAX_BUCKETS = 700
 _MAX_PENDING = 256  # points of a series that wait to be put into buckets
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 16 << 20
 _INDEX_BYTES = 1 << 20
 _LONGEST_LINE = 16 << 20
 _FEW_BUCKETS = 250  # a query that finds fewer reads the file, if that is no more than:
 _READ_AT_MOST = 24 << 20
 
 Array = NDArray[np.float64]
-SeriesKey = tuple[str, str]  # node, name
 
 # The columns of a bucket: its first point, the least value and where it was, the greatest value and where it was.
 _STEP, _TIME, _LOW, _LOW_STEP, _LOW_TIME, _HIGH, _HIGH_STEP, _HIGH_TIME = range(8)
+# The rows of an array of points, of which each bucket of one point, and each extreme, is made.
+_VALUE = 2
+_AS_BUCKET = [0, 1, _VALUE, 0, 1, _VALUE, 0, 1]
+_AS_EXTREME = [_VALUE, 0, 1]
 AXES = {"step": (_STEP, _LOW_STEP, _HIGH_STEP), "time": (_TIME, _LOW_TIME, _HIGH_TIME)}
-
-
-@dataclass
-class _Points:
-    """Points in the order of the file: arrays, and after them what single lines say."""
-
-    parts: list[tuple[Array, Array, Array]] = field(default_factory=list)
-    steps: list[Any] = field(default_factory=list)
-    times: list[Any] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
-    count: int = 0
-
-    def add(self, step: Any, time: Any, value: Any) -> None:
-        self.steps.append(step)
-        self.times.append(time)
-        self.values.append(value)
-        self.count += 1
-
-    def extend(self, steps: Array, times: Array, values: Array) -> None:
-        self._pack()
-        self.parts.append((steps, times, values))
-        self.count += len(values)
-
-    def rows(self) -> Array:
-        """Return each point as a bucket of its own."""
-        self._pack()
-        step, time, value = (np.concatenate(columns) for columns in zip(*self.parts, strict=True))
-        value = np.where(np.isfinite(value), value, np.nan)
-        return np.column_stack([step, time, value, step, time, value, step, time])
-
-    def _pack(self) -> None:
-        if self.values:
-            self.parts.append((_as_array(self.steps), _as_array(self.times), _as_array(self.values)))
-            self.steps, self.times, self.values = [], [], []
-
-
-def _as_array(column: list[Any]) -> Array:
-    """Return numbers, None and the names of infinities as numbers."""
-    try:
-        return np.array(column, np.float64)
-    except (TypeError, ValueError):
-        return np.array([_as_number(one) for one in column])
-
-
-def _as_number(found: Any) -> float:
-    try:
-        return float(found)
-    except (TypeError, ValueError):
-        return math.nan
 
 
 class Series:
@@ -101,34 +51,56 @@ class Series:
         self.has_steps = False
         self._rows = np.empty((0, 8))
         self._used = 0
-        self.pending = _Points()
+        self._pending = np.empty((3, _MAX_PENDING))  # steps, times and values that wait to be put into buckets
+        self._num_pending = 0
 
     @property
     def rows(self) -> Array:
         return self._rows[: self._used]
 
+    def extend(self, steps: Array, times: Array, values: Array) -> None:
+        """Add points, which are put into buckets by `settle`, or once there are many."""
+        start, end = self._num_pending, self._num_pending + len(values)
+        if end <= _MAX_PENDING:
+            for row, column in enumerate((steps, times, values)):
+                self._pending[row, start:end] = column
+            self._num_pending = end
+            return
+        self.settle()
+        self._put(np.array([steps, times, values]))
+
     def settle(self) -> None:
         """Put the pending points into buckets."""
-        if not self.pending.count:
-            return
-        points, self.pending = self.pending, _Points()
-        new = points.rows()
-        self.last = float(points.parts[-1][2][-1])
-        self.odd += int(np.isnan(new[:, _LOW]).sum())
-        self.has_steps = self.has_steps or bool(np.isfinite(new[:, _STEP]).any())
-        begun = self.count % self.width  # points in the last bucket that is not full
-        first = self.count - begun
-        numbers = np.arange(self.count, self.count + len(new))
-        if begun:
-            self._used -= 1
-            new = np.concatenate([self._rows[self._used : self._used + 1], new])
-            numbers = np.concatenate([[first], numbers])
-        self.count += points.count
-        self._append(_merged(new, numbers // self.width))
-        while self._used > MAX_BUCKETS:
+        if self._num_pending:
+            self._put(self._pending[:, : self._num_pending].copy())
+            self._num_pending = 0
+
+    def _put(self, points: Array) -> None:
+        num_points = points.shape[1]
+        self.last = float(points[_VALUE, -1])
+        is_odd = ~np.isfinite(points[_VALUE])
+        self.odd += int(is_odd.sum())
+        points[_VALUE, is_odd] = math.nan
+        self.has_steps = self.has_steps or bool(np.isfinite(points[0]).any())
+        while self.count + num_points > MAX_BUCKETS * self.width:
             self.width *= 2
-            merged = _merged(self.rows, np.arange(self._used) // 2)
-            self._rows, self._used = merged.copy(), len(merged)
+            merged = _in_pairs(self.rows)
+            self._rows[: len(merged)] = merged
+            self._used = len(merged)
+        begun = self.count % self.width  # points in the last bucket, which is not full
+        self.count += num_points
+        if not begun:
+            self._append(_buckets(points, self.width))
+            return
+        # The extremes of the last bucket stand for its points.
+        self._used -= 1
+        last = self._rows[self._used].copy()
+        head = np.full((3, begun), math.nan)
+        head[:, -1] = last[[_HIGH_STEP, _HIGH_TIME, _HIGH]]
+        head[:, 0] = last[[_LOW_STEP, _LOW_TIME, _LOW]]
+        rows = _buckets(np.concatenate([head, points], axis=1), self.width)
+        rows[0, :_LOW] = last[:_LOW]
+        self._append(rows)
 
     def _append(self, rows: Array) -> None:
         needed = self._used + len(rows)
@@ -138,6 +110,33 @@ class Series:
             self._rows = room
         self._rows[self._used : needed] = rows
         self._used = needed
+
+
+def _buckets(points: Array, width: int) -> Array:
+    """Return the buckets of `width` points each; the last may have fewer."""
+    if width == 1:
+        return points[_AS_BUCKET].T
+    num_buckets = -(-points.shape[1] // width)
+    values = np.full(num_buckets * width, math.nan)
+    values[: points.shape[1]] = points[_VALUE]
+    is_nan = np.isnan(values)
+    firsts = np.arange(num_buckets) * width
+    rows = np.empty((num_buckets, 8))
+    rows[:, :_LOW] = points[:_VALUE, firsts].T
+    for at, best, worst in ((_LOW, np.argmin, math.inf), (_HIGH, np.argmax, -math.inf)):
+        places = firsts + best(np.where(is_nan, worst, values).reshape(num_buckets, width), axis=1)
+        rows[:, at : at + 3] = points[_AS_EXTREME][:, places].T
+    return rows
+
+
+def _in_pairs(rows: Array) -> Array:
+    """Merge each two neighbouring buckets; the last may stay alone."""
+    merged, second = rows[::2].copy(), rows[1::2]
+    for at, is_better in ((_LOW, np.less), (_HIGH, np.greater)):
+        first = merged[: len(second), at]
+        takes = is_better(second[:, at], first) | np.isnan(first)
+        merged[: len(second), at : at + 3][takes] = second[takes, at : at + 3]
+    return merged
 
 
 def _merged(rows: Array, group: "NDArray[Any]") -> Array:
@@ -180,15 +179,13 @@ class MetricsIndex:
                 self._forget()
                 self._inode = found.st_ino
             if found.st_size > self._end:
-                with _without_gc():
-                    for offset, length, lines in _parts(self._path, self._end, found.st_size):
-                        self._add(offset, lines)
-                        self._end = offset + length
-                    self._settle(above=_MAX_PENDING)
+                for offset, length, lines in _parts(self._path, self._end, found.st_size):
+                    self._add(offset, lines)
+                    self._end = offset + length
             return self._end
 
     def names(self) -> list[dict[str, Any]]:
-        """Return what is known of every series, in the order of the file."""
+        """Return what is known of every series, about in the order of the file."""
         self.refresh()
         with self._lock:
             for one in self._series.values():
@@ -234,40 +231,30 @@ class MetricsIndex:
         found: dict[SeriesKey, list[tuple[float, float, Any]]] = {}
         if offset < end:
             for _, _, lines in _parts(self._path, offset, end):
-                for key, step, time, value in _points_of(lines):
-                    if key in keys:
-                        found.setdefault(key, []).append((step, time, _plain(value)))
+                for one in columns(lines):
+                    if (one.node, one.name) in keys:
+                        rows = zip(
+                            one.steps.tolist(), one.times.tolist(), map(_plain, one.values.tolist()), strict=True
+                        )
+                        found.setdefault((one.node, one.name), []).extend(rows)
         return end, found
 
     def _add(self, offset: int, lines: bytes) -> None:
         """Add the points of a part of the file."""
         self._note_times(offset, lines)
-        found = columns(lines)
-        for node, name, steps, times, values in found or ():
-            self._pending(node, name).extend(steps, times, values)
-        if found is None:
-            for key, step, time, value in _points_of(lines):
-                self._pending(*key).add(step, time, value)
-        self._settle(above=MAX_BUCKETS)
-
-    def _settle(self, above: int) -> None:
-        for one in self._series.values():
-            if one.pending.count > above:
-                one.settle()
+        for node, name, steps, times, values in columns(lines):
+            one = self._series.get((node, name))
+            if one is None:
+                one = self._series[node, name] = Series()
+            one.extend(steps, times, values)
 
     def _note_times(self, offset: int, lines: bytes) -> None:
         """Keep the time of about every millionth byte, by which `_read` finds a part of the file."""
         for shift in range(0, len(lines), _INDEX_BYTES):
             start = lines.find(b"\n", shift) + 1 if shift else 0
-            for _, _, time, _ in _points_of(lines[start : lines.find(b"\n", start) + 1]):
+            for _, _, time, _ in points_of(lines[start : lines.find(b"\n", start) + 1]):
                 self._chunks.append((max(time, self._chunks[-1][0] if self._chunks else time), offset + start))
                 break
-
-    def _pending(self, node: str, name: str) -> _Points:
-        one = self._series.get((node, name))
-        if one is None:
-            one = self._series[node, name] = Series()
-        return one.pending
 
     def _read(self, key: SeriesKey, since: float, until: float, otherwise: Array) -> Array:
         """Return a series' points of a time from the file; `otherwise` if that is too much to read."""
@@ -277,32 +264,17 @@ class MetricsIndex:
         end = self._chunks[last][1] if last < len(self._chunks) else self._end
         if end - start > _READ_AT_MOST:
             return otherwise
-        points = _Points()
-        for _, _, lines in _parts(self._path, start, end):
-            found = columns(lines)
-            for column in found or ():
-                if (column.node, column.name) == key:
-                    points.extend(column.steps, column.times, column.values)
-            if found is None:
-                for other, step, time, value in _points_of(lines):
-                    if other == key:
-                        points.add(step, time, value)
-        if not points.count:
+        found = [
+            np.array([one.steps, one.times, one.values])
+            for _, _, lines in _parts(self._path, start, end)
+            for one in columns(lines)
+            if (one.node, one.name) == key
+        ]
+        if not found:
             return otherwise
-        rows = points.rows()
-        return rows[(rows[:, _TIME] >= since) & (rows[:, _TIME] <= until)]
-
-
-@contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """Keep the garbage collector from looking at a million new objects, none of which is in a cycle."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+        points = np.concatenate(found, axis=1)
+        points[_VALUE, ~np.isfinite(points[_VALUE])] = math.nan
+        return _buckets(points[:, (points[1] >= since) & (points[1] <= until)], 1)
 
 
 def _within(rows: Array, axis: str, low: float, high: float) -> slice:
@@ -341,17 +313,6 @@ def _plain(number: float) -> float | str | None:
     return float(f"{number:.7g}") if math.isfinite(number) else None
 
 
-def _points_of(lines: bytes) -> Iterator[tuple[SeriesKey, float, float, float]]:
-    """Yield the series, step, time and value of every number in the lines; nothing for a line of another kind."""
-    for record in _parsed(lines):
-        try:
-            node, time, step = record["node"], float(record["time"]), record["step"]
-            for name, value in record["values"].items():
-                yield (node, name), _as_number(step), time, _as_number(value)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            continue
-
-
 def _parts(path: Path, start: int, end: int) -> Iterator[tuple[int, int, bytes]]:
     """Yield (offset, bytes, lines) of the finished lines between the offsets."""
     try:
@@ -369,17 +330,3 @@ def _parts(path: Path, start: int, end: int) -> Iterator[tuple[int, int, bytes]]
                     return
     except OSError:
         return
-
-
-def _parsed(lines: bytes) -> list[Any]:
-    text = lines.decode(errors="replace").strip("\n")
-    try:
-        found: list[Any] = json.loads(f"[{text.replace(chr(10), ',')}]")  # half the time of a call for each line
-    except ValueError:
-        found = []
-        for line in text.split("\n"):
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue  # cut off by a full disk, or no line of ours
-    return found
