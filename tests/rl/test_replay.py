@@ -8,6 +8,7 @@ import pytest
 
 import lp_pipe as lp
 import lp_pipe.rl as rl
+from lp_pipe.rl.replay.key_order import KeyOrder
 from lp_pipe.rl.replay.sum_tree import SumTree
 from lp_pipe.rl.replay.table import TableState
 from tests.seeds import random_numbers
@@ -34,6 +35,41 @@ def test_the_sums_follow_from_the_weights_alone() -> None:
     assert one.total == other.total
     shares = np.linspace(0.0, 1.0, 1000, endpoint=False)
     assert (one.find(shares) == other.find(shares)).all()
+    for first, count in (
+        (0, 100),
+        (3, 1),
+        (97, 3),
+        *((numbers.randrange(60), numbers.randrange(1, 40)) for _ in range(9)),
+    ):
+        weights = np.array([numbers.random() for _ in range(count)])
+        one.update(np.arange(first, first + count), weights)
+        other.update_run(first, weights)
+        assert (one._sums == other._sums).all()
+
+
+def test_keys_are_found_with_their_slots_whichever_leave() -> None:
+    numbers = random_numbers(3)
+    order, expected, number = KeyOrder(20), dict[int, int](), 0
+    for _ in range(2000):
+        count = numbers.randrange(4)
+        if len(expected) + count <= 20 and numbers.random() < 0.5:
+            new = np.arange(number, number + count)
+            order.append(new, new % 7)
+            expected |= {key: key % 7 for key in new.tolist()}
+            number += count
+        elif expected and numbers.random() < 0.5:
+            count = min(max(1, count), len(expected))
+            keys = list(expected)[:count]
+            assert order.remove_oldest(count).tolist() == [expected.pop(key) for key in keys]
+        elif expected:
+            key = numbers.choice([*expected])
+            del expected[key]
+            order.remove(key)
+        assert order.slots().tolist() == [*expected.values()]
+        some = [numbers.randrange(-1, number + 2) for _ in range(9)]
+        assert order.slots_of(np.array(some)).tolist() == [expected.get(key, -1) for key in some]
+        if expected:
+            assert (order.oldest(), order.newest()) == (next(iter(expected.values())), list(expected.values())[-1])
 
 
 @pytest.mark.parametrize("sampler", [rl.Uniform(), rl.Prioritized(0.7, 0.5)])

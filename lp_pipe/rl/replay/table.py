@@ -1,12 +1,12 @@
 """A table of a replay buffer: items with keys and priorities, and rules by which they are sampled and removed."""
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from lp_pipe.rl.replay.key_order import KeyOrder
 from lp_pipe.rl.replay.rate_limiter import MinSize, RateLimiter
 from lp_pipe.rl.replay.selectors import Fifo, Lifo, Prioritized, Selector, Uniform
 from lp_pipe.rl.replay.sum_tree import SumTree
@@ -75,12 +75,14 @@ class TableState:
         size = options.max_size
         self._columns: list[Array] = []
         self._structure: Any = None
+        self._paths: list[str] = []  # of the leaves
         self._keys = np.zeros(size, dtype=np.int64)
         self._times = np.zeros(size, dtype=np.int64)
         self._priorities = np.zeros(size)
-        # By key, the oldest first. A dict's first entry takes longer to find with each one that was removed before it.
-        self._slots: OrderedDict[int, int] = OrderedDict()
-        self._free = list(range(size - 1, -1, -1))
+        self._order = KeyOrder(size)
+        self._num_used = 0  # slots from here on never had an item
+        self._freed = np.zeros(size, dtype=np.int64)  # a stack of the other free slots
+        self._num_freed = 0
         self._live = np.zeros(size, dtype=np.int64)  # slots, dense, for uniform choices
         self._place = np.zeros(size, dtype=np.int64)  # of a slot in _live
         self._weights = {
@@ -89,15 +91,11 @@ class TableState:
             if isinstance(selector, Prioritized)
         }
         self._largest = 1.0
+        self._is_ring = isinstance(options.remover, Fifo) and not options.max_times_sampled
 
     @property
     def size(self) -> int:
-        return len(self._slots)
-
-    @property
-    def _used(self) -> int:
-        """The number of slots that are not free, those of an insert in progress included."""
-        return self.options.max_size - len(self._free)
+        return self._order.size
 
     def may_insert(self, count: int) -> bool:
         return self.options.rate_limiter.may_insert(count, self.inserts, self.samples, self.deletes)
@@ -114,26 +112,27 @@ class TableState:
             ValueError: structure, shape or dtype differ from earlier items, or a priority is negative or NaN.
         """
         leaves = self._checked(items)
-        keys = np.arange(self.inserts, self.inserts + len(leaves[0]))
-        given = np.full(len(keys), self._largest) if priorities is None else self._checked_priorities(keys, priorities)
-        one_by_one = len(self._free) < len(keys) and not isinstance(self.options.remover, Fifo)
-        one_by_one |= len(keys) > self.options.max_size  # each may remove one before it
-        step = 1 if one_by_one else max(1, len(keys))
-        for first in range(0, len(keys), step):
+        count, size = len(leaves[0]), self.options.max_size
+        keys = np.arange(self.inserts, self.inserts + count)
+        given = np.full(count, self._largest) if priorities is None else self._checked_priorities(keys, priorities)
+        one_by_one = size - self.size < count and not isinstance(self.options.remover, Fifo)
+        one_by_one |= count > size  # each may remove one before it
+        step = 1 if one_by_one else max(1, count)
+        for first in range(0, count, step):
             chosen = slice(first, first + step)
             self._insert(keys[chosen], [leaf[chosen] for leaf in leaves], given[chosen])
         return keys
 
     def _insert(self, keys: Array, leaves: Sequence[Array], priorities: Array) -> None:
-        count = len(keys)
-        slots = np.array([self._room() for _ in range(count)], dtype=np.int64)
+        slots = self._claim(len(keys))
+        run = self._run_of(slots)
+        chosen = slots if run is None else run
         for column, leaf in zip(self._columns, leaves, strict=True):
-            column[slots] = leaf
-        self._keys[slots], self._times[slots] = keys, 0
-        for key, slot in zip(keys.tolist(), slots.tolist(), strict=True):
-            self._slots[key] = slot
-        self._set_priorities(slots, priorities)
-        self.inserts += count
+            column[chosen] = leaf
+        self._keys[chosen], self._times[chosen] = keys, 0
+        self._order.append(keys, slots)
+        self._set_priorities(slots, priorities, run)
+        self.inserts += len(keys)
 
     def sample(self, count: int) -> Sample:
         """Return `count` items; those that were sampled as often as allowed are removed.
@@ -141,16 +140,14 @@ class TableState:
         Raises:
             ValueError: the table is empty.
         """
-        if not self._slots:
+        if not self.size:
             raise ValueError("an empty table has nothing to sample")
         if isinstance(self.options.sampler, Fifo | Lifo):
             return self._sample_in_turn(count)
         slots, probabilities = self._chosen(self.options.sampler, count)
         sample = self._taken(slots, probabilities)
         if self.options.max_times_sampled:
-            for slot in dict.fromkeys(slots.tolist()):
-                if self._times[slot] >= self.options.max_times_sampled:
-                    self._remove(slot)
+            self._remove(dict.fromkeys(slots[self._times[slots] >= self.options.max_times_sampled].tolist()))
         return sample
 
     def update_priorities(self, keys: Any, values: Any) -> None:
@@ -161,10 +158,13 @@ class TableState:
         """
         keys = np.asarray(keys)
         values = self._checked_priorities(keys, values)
-        slots = [self._slots.get(key, -1) for key in keys.tolist()]
-        known = np.array(slots, dtype=np.int64) >= 0
-        self.unknown_keys += int(len(known) - known.sum())
-        self._set_priorities(np.array(slots, dtype=np.int64)[known], values[known])
+        slots = self._order.slots_of(keys)
+        is_known = slots >= 0
+        num_known = int(np.count_nonzero(is_known))
+        self.unknown_keys += len(keys) - num_known
+        if num_known < len(keys):
+            slots, values = slots[is_known], values[is_known]
+        self._set_priorities(slots, values)
 
     def info(self) -> dict[str, int]:
         """Return the counts."""
@@ -173,9 +173,10 @@ class TableState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that later samples depend on."""
-        slots = np.fromiter(self._slots.values(), np.int64, self.size)
+        slots = self._order.slots()
         rank = np.zeros(self.options.max_size, dtype=np.int64)
         rank[slots] = np.arange(self.size)
+        never_used = range(self.options.max_size - 1, self._num_used - 1, -1)
         return {
             "columns": [column[slots] for column in self._columns],
             "structure": self._structure,
@@ -184,7 +185,7 @@ class TableState:
             "priorities": self._priorities[slots],
             "live": rank[self._live[: self.size]],
             "slots": slots,
-            "free": list(self._free),
+            "free": [*never_used, *self._freed[: self._num_freed].tolist()],
             "counts": (self.inserts, self.samples, self.deletes, self.unknown_keys),
             "largest": self._largest,
             "generator": self._generator.bit_generator.state,
@@ -195,13 +196,19 @@ class TableState:
         self.__init__(self.options, self._generator)  # type: ignore[misc]
         slots = state["slots"]
         self._structure = state["structure"]
+        self._paths = [path for _, path in leaves_of(self._structure)]
         for rows in state["columns"]:
             column = np.zeros((self.options.max_size, *rows.shape[1:]), rows.dtype)
             column[slots] = rows
             self._columns.append(column)
         self._keys[slots], self._times[slots] = state["keys"], state["times"]
-        self._slots = OrderedDict(zip(state["keys"].tolist(), slots.tolist(), strict=True))
-        self._free = list(state["free"])
+        self._order.append(state["keys"], slots)
+        free = np.array(state["free"], dtype=np.int64)
+        is_freed = free != self.options.max_size - 1 - np.arange(len(free))  # at the bottom: those never used
+        first_freed = int(np.argmax(is_freed)) if is_freed.any() else len(free)
+        self._num_used = self.options.max_size - first_freed
+        self._num_freed = len(free) - first_freed
+        self._freed[: self._num_freed] = free[first_freed:]
         self._live[: len(slots)] = slots[state["live"]]
         self._place[self._live[: len(slots)]] = np.arange(len(slots))
         self._write_priorities(slots, state["priorities"])
@@ -211,23 +218,25 @@ class TableState:
 
     def _checked(self, items: Any) -> list[Array]:
         """Return the leaves as arrays, and make the columns at the first insert."""
-        named = [(path, np.asarray(leaf)) for path, leaf in leaves_of(items)]
-        if not named or any(leaf.ndim == 0 for _, leaf in named) or len({len(leaf) for _, leaf in named}) != 1:
-            shapes = {path or "item": leaf.shape for path, leaf in named}
+        paths, leaves = [], []
+        for path, leaf in leaves_of(items):
+            paths.append(path)
+            leaves.append(np.asarray(leaf))
+        if not leaves or any(leaf.ndim == 0 for leaf in leaves) or len({len(leaf) for leaf in leaves}) != 1:
+            shapes = {path or "item": leaf.shape for path, leaf in zip(paths, leaves, strict=True)}
             raise ValueError(f"items are a tree of arrays with one leading axis of the same length, got {shapes}")
         if not self._columns:
-            self._structure = rebuilt(items, iter([path for path, _ in named]))
-            self._columns = [np.zeros((self.options.max_size, *leaf.shape[1:]), leaf.dtype) for _, leaf in named]
-        known = [path for _, path in leaves_of(self._structure)]
-        if known != [path for path, _ in named]:
-            raise ValueError(f"items have the leaves {[path for path, _ in named]}, but earlier ones had {known}")
-        for (path, leaf), column in zip(named, self._columns, strict=True):
+            self._structure, self._paths = rebuilt(items, iter(paths)), paths
+            self._columns = [np.zeros((self.options.max_size, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+        if self._paths != paths:
+            raise ValueError(f"items have the leaves {paths}, but earlier ones had {self._paths}")
+        for path, leaf, column in zip(paths, leaves, self._columns, strict=True):
             if leaf.shape[1:] != column.shape[1:] or leaf.dtype != column.dtype:
                 raise ValueError(
                     f"{path or 'item'} has shape {leaf.shape[1:]} and dtype {leaf.dtype}, but earlier items had "
                     f"{column.shape[1:]} and {column.dtype}"
                 )
-        return [leaf for _, leaf in named]
+        return leaves
 
     def _checked_priorities(self, keys: Array, priorities: Any) -> Array:
         values = np.asarray(priorities, dtype=np.float64)
@@ -239,31 +248,71 @@ class TableState:
             raise ValueError(f"the priority of key {keys[first]} is {values[first]}: it must be a number from 0 on")
         return values
 
-    def _set_priorities(self, slots: Array, values: Array) -> None:
+    def _set_priorities(self, slots: Array, values: Array, run: slice | None = None) -> None:
         if len(values):
             self._largest = max(self._largest, float(values.max()))
-            self._write_priorities(slots, values)
+            self._write_priorities(slots, values, run)
 
-    def _write_priorities(self, slots: Array, values: Array) -> None:
-        self._priorities[slots] = values
+    def _write_priorities(self, slots: Array, values: Array, run: slice | None = None) -> None:
+        """Set the priorities of slots. run: the same slots, if they are consecutive."""
+        self._priorities[slots if run is None else run] = values
         for selector, weights in self._weights.items():
-            weights.update(slots, values**selector.exponent)
+            if run is None:
+                weights.update(slots, values**selector.exponent)
+            else:
+                weights.update_run(run.start, values**selector.exponent)
 
-    def _room(self) -> int:
-        """Return a free slot, into which an item is about to come."""
-        if not self._free:
+    def _run_of(self, slots: Array) -> slice | None:
+        """Return the slots of an insert as a slice, if they are known to be consecutive."""
+        if not self._is_ring or not len(slots) or slots[-1] - slots[0] != len(slots) - 1:
+            return None
+        return slice(int(slots[0]), int(slots[-1]) + 1)
+
+    def _claim(self, count: int) -> Array:
+        """Return slots into which items are about to come; items leave if there are not enough free ones."""
+        used = self.size
+        num_free = self.options.max_size - used
+        if not num_free and not isinstance(self.options.remover, Fifo):
             self._free_slot(self._one(self.options.remover))  # the item that comes writes its own priority
-        slot = self._free.pop()
-        place = self._used - 1
-        self._live[place], self._place[slot] = slot, place
-        return slot
+            used, num_free = used - 1, 1
+        reused = min(count, self._num_freed)
+        unused = min(count, num_free) - reused
+        slots = np.concatenate(
+            (
+                self._freed[self._num_freed - reused : self._num_freed][::-1],
+                np.arange(self._num_used, self._num_used + unused),
+            )
+        )
+        self._num_freed -= reused
+        self._num_used += unused
+        self._live[used : used + len(slots)] = slots
+        self._place[slots] = np.arange(used, used + len(slots))
+        if count > num_free:
+            slots = np.concatenate((slots, self._claim_oldest(count - num_free)))
+        return slots
+
+    def _claim_oldest(self, count: int) -> Array:
+        """Remove the oldest items of a full table; their slots come last in `_live`, as if each was removed alone.
+
+        So the first one's place goes to the slot that was last, and each other one's place to the slot before it.
+        """
+        slots = self._order.remove_oldest(count)
+        self.deletes += count
+        places, last = self._place[slots], self._live[-1]
+        places[1:][slots[1:] == last] = places[0]  # the last slot is among them: it has just moved
+        moved = np.concatenate(([last], slots[:-1]))
+        self._live[places] = moved
+        self._live[-1] = slots[-1]
+        self._place[moved] = places
+        self._place[slots[-1]] = len(self._live) - 1
+        return slots
 
     def _one(self, selector: Selector) -> int:
         """Return the slot of one item by a rule."""
         if isinstance(selector, Fifo):
-            return next(iter(self._slots.values()))
+            return self._order.oldest()
         if isinstance(selector, Lifo):
-            return next(reversed(self._slots.values()))
+            return self._order.newest()
         slots, _ = self._chosen(selector, 1)
         return int(slots[0])
 
@@ -278,19 +327,22 @@ class TableState:
 
     def _sample_in_turn(self, count: int) -> Sample:
         """Sample one by one, since each may remove its item and so change which is the oldest or newest."""
-        parts = []
-        for _ in range(count):
-            if not self._slots:
-                raise ValueError(f"a sample of {count} items needs more items than the table has")
-            slot = self._one(self.options.sampler)
-            parts.append(self._taken(np.array([slot]), np.ones(1)))
-            if self.options.max_times_sampled and self._times[slot] >= self.options.max_times_sampled:
-                self._remove(slot)
-        leaves = [np.concatenate(one) for one in zip(*(_leaves(part.data) for part in parts), strict=True)]
-        keys, probabilities, weights, times = (
-            np.concatenate(one) for one in zip(*(part[:4] for part in parts), strict=True)
-        )
-        return Sample(keys, probabilities, weights, times, rebuilt(self._structure, iter(leaves)))
+        most = self.options.max_times_sampled
+        order = self._order.slots() if isinstance(self.options.sampler, Fifo) else self._order.slots()[::-1]
+        if not most:
+            slots = np.full(count, order[0])
+        else:
+            slots = np.repeat(order[:count], most - self._times[order[:count]])[:count]
+        if len(slots) < count:
+            raise ValueError(f"a sample of {count} items needs more items than the table has")
+        times = self._times[slots]
+        sample = self._taken(slots, np.ones(count))
+        is_first = np.concatenate(([True], slots[1:] != slots[:-1]))
+        starts = np.flatnonzero(is_first)
+        times += 1 + np.arange(count) - starts[np.cumsum(is_first) - 1]
+        if most:
+            self._remove(slots[times == most].tolist())
+        return sample._replace(times_sampled=times)
 
     def _taken(self, slots: Array, probabilities: Array) -> Sample:
         np.add.at(self._times, slots, 1)
@@ -302,17 +354,18 @@ class TableState:
         data = rebuilt(self._structure, iter([column[slots] for column in self._columns]))
         return Sample(self._keys[slots], probabilities, weights, self._times[slots], data)
 
-    def _remove(self, slot: int) -> None:
-        self._free_slot(slot)
-        self._write_priorities(np.array([slot]), np.zeros(1))
+    def _remove(self, slots: Iterable[int]) -> None:
+        removed = list(slots)
+        for slot in removed:
+            self._free_slot(slot)
+        if removed:
+            self._write_priorities(np.array(removed), np.zeros(len(removed)))
 
     def _free_slot(self, slot: int) -> None:
-        del self._slots[int(self._keys[slot])]
-        place, last = self._place[slot], self._live[self._used - 1]
+        last_place = self.size - 1
+        self._order.remove(int(self._keys[slot]))
+        place, last = self._place[slot], self._live[last_place]
         self._live[place], self._place[last] = last, place
-        self._free.append(slot)
+        self._freed[self._num_freed] = slot
+        self._num_freed += 1
         self.deletes += 1
-
-
-def _leaves(tree: Any) -> list[Array]:
-    return [leaf for _, leaf in leaves_of(tree)]
