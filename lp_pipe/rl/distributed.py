@@ -25,7 +25,7 @@ from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.programs.generations import GenerationServer, StaleGeneration, has_stopped
 from lp_pipe.programs.waiting import until_the_stop
 from lp_pipe.rl.environment_loop import EnvironmentLoop
-from lp_pipe.rl.experiment import ExperimentConfig, Inference, Rounds, Spec
+from lp_pipe.rl.experiment import Evaluation, ExperimentConfig, Inference, Rounds, Spec
 from lp_pipe.rl.inference import InferenceServer, RemotePolicy
 from lp_pipe.rl.repeated_deaths import RepeatedDeaths
 from lp_pipe.rl.rounds import (
@@ -219,17 +219,17 @@ class ExperimentCounter(GenerationServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._evaluations = Evaluations(1, None)
+        self._evaluations = Evaluations()
         self._shown: dict[str, int] = {}
 
-    async def open(self, generation: str, every: int, stop_at: float | None, shown: Mapping[str, int]) -> list[int]:
+    async def open(self, generation: str, evaluation: Evaluation, shown: Mapping[str, int]) -> list[int]:
         """Begin a generation; return the rounds after which an evaluation is to be done.
 
         shown: the largest counts that were ever given: after going back `get` returns no lower ones.
         """
         self._show(shown)
         state = self._evaluations.state_dict()
-        self._evaluations = Evaluations(every, stop_at)
+        self._evaluations = Evaluations(evaluation)
         self._evaluations.load_state_dict(state)
         self._generation = generation
         self._changes.notify()
@@ -385,10 +385,10 @@ class ExperimentLearner(GenerationServer):
             Unavailable: a node has died.
             StaleGeneration: the program stops.
         """
-        generation, evaluation = uuid.uuid4().hex, self._config.evaluation
+        generation = uuid.uuid4().hex
         number = self._learner.round
         is_last = self._replay.open(generation, self._options)
-        due = self._counter.open(generation, evaluation.every, evaluation.stop_at, self._counts)
+        due = self._counter.open(generation, self._config.evaluation, self._counts)
         self._good_enough, self._waiting, self._finishing = {0: False}, {}, None
         self._learner.pinned = set(due)
         for version in due if self._lag is None else range(max(1, number - self._lag), number + 1):
@@ -585,7 +585,8 @@ def evaluate(experiment: ExperimentConfig, spec: Spec, learner: Any, counter: An
     number = 0
     with deaths.watched():
         network = make_network(experiment, spec)
-        evaluator = Evaluator(experiment, spec, network, lambda *place: deaths.at(number, *place))
+        folder = Path(lp.context().run_dir)
+        evaluator = Evaluator(experiment, spec, network, folder, lambda *place: deaths.at(number, *place))
     while not lp.stop_event().is_set():
         try:
             generation, due = _result(counter.futures.next_due())
@@ -593,7 +594,7 @@ def evaluate(experiment: ExperimentConfig, spec: Spec, learner: Any, counter: An
             weights = learner.weights(generation, number)
             with deaths.watched():
                 network.load_state_dict(weights)
-                returns = evaluator.returns(due.counts)
+                returns = evaluator.returns(due)
             counter.add(generation, number, returns)
             score = sum(returns) / len(returns)
             lp.log_metrics(

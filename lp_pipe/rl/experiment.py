@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from lp_pipe.errors import NotSupported
 from lp_pipe.rl.adders import Adder
 from lp_pipe.rl.environment_loop import Observer
 from lp_pipe.rl.replay.table import Sample, Table
@@ -97,7 +96,8 @@ BUILDER_PARTS = ("batch_size", "make_network", "make_replay_table", "make_adder"
 class Evaluation:
     """When an agent is evaluated: every so many environment steps and at the end, on seeds that no actor has.
 
-    stop_at: the experiment ends at this mean return.
+    stop_at: the experiment ends at this mean return. video_every: the first evaluation after every so many environment
+    steps films its first episode, as run_dir/videos/evaluation-STEPS.gif; the environment must render "rgb_array".
     """
 
     every: int = 1_000
@@ -108,14 +108,12 @@ class Evaluation:
     def __post_init__(self) -> None:
         """Raises:
         ValueError: a number is below 1.
-        NotSupported: videos are asked for.
         """
-        if self.every < 1 or self.episodes < 1:
+        if self.every < 1 or self.episodes < 1 or (self.video_every is not None and self.video_every < 1):
             raise ValueError(
-                f"Evaluation: every and episodes must be at least 1, got every={self.every}, episodes={self.episodes}"
+                "Evaluation: every, episodes and video_every must be at least 1, got "
+                f"every={self.every}, episodes={self.episodes}, video_every={self.video_every}"
             )
-        if self.video_every is not None:
-            raise NotSupported("Evaluation: videos are not there yet; leave video_every out")
 
 
 @dataclass(frozen=True)

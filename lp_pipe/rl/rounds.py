@@ -20,7 +20,7 @@ import numpy as np
 
 from lp_pipe.errors import CheckpointError
 from lp_pipe.rl.environment_loop import EnvironmentLoop, EpisodeReturn, LoopState, seed_sequence
-from lp_pipe.rl.experiment import Builder, Free, Learner, Network, Rounds, Spec
+from lp_pipe.rl.experiment import Builder, Evaluation, Free, Learner, Network, Rounds, Spec
 from lp_pipe.rl.replay.rate_limiter import SampleToInsertRatio
 from lp_pipe.rl.replay.table import Sample, Table, TableState
 from lp_pipe.rl.tree import concatenated, leaves_of, row
@@ -475,17 +475,19 @@ class RoundsLearner:
 
 
 class EvaluationDue(NamedTuple):
-    """An evaluation of the weights after a learner round. counts: of the experiment then."""
+    """An evaluation of the weights after a learner round. counts: of the experiment then. is_filmed: to a video."""
 
     number: int
     counts: dict[str, int]
+    is_filmed: bool = False
 
 
 class Evaluations:
     """When an experiment's agent is evaluated, with what result, and whether that is good enough to end."""
 
-    def __init__(self, every: int, stop_at: float | None) -> None:
-        self._every, self._stop_at = every, stop_at
+    def __init__(self, options: Evaluation | None = None) -> None:
+        """options: None if only what was evaluated is of interest."""
+        self._options = options or Evaluation()
         self.counts = {"env_steps": 0, "episodes": 0, "environment_restarts": 0, "inserts": 0, "samples": 0}
         self.counts["learner_steps"] = 0
         self.round = 0
@@ -505,15 +507,21 @@ class Evaluations:
     def add_round(self, number: int, counts: Mapping[str, int], is_last: bool) -> bool:
         """Take the counts after a round; return whether they make an evaluation due."""
         before, self.counts, self.round = self.counts["env_steps"], dict(counts), number
-        is_due = is_last or counts["env_steps"] // self._every > before // self._every
+        is_due = is_last or counts["env_steps"] // self._options.every > before // self._options.every
         if is_due:
             self.request()
         return is_due
 
     def request(self) -> None:
         """Make an evaluation due after the newest round, unless there is one."""
-        if self.round not in self._returns:
-            self._due[self.round] = EvaluationDue(self.round, self.counts)
+        if self.round not in self._returns and self.round not in self._due:
+            self._due[self.round] = EvaluationDue(self.round, self.counts, self._is_film_due())
+
+    def _is_film_due(self) -> bool:
+        every = self._options.video_every
+        due = [one.counts["env_steps"] for one in self._due.values()]
+        before = max([0, *due, *(env_steps for env_steps, _ in self._returns.values())])
+        return every is not None and self.counts["env_steps"] // every > before // every
 
     def all_due(self) -> list[int]:
         """Return the rounds of the evaluations that were not done."""
@@ -535,7 +543,7 @@ class Evaluations:
 
     def is_good_enough(self, number: int) -> bool:
         """Return whether an evaluation up to a round has reached `stop_at`."""
-        stop_at = self._stop_at
+        stop_at = self._options.stop_at
         scores = [float(np.mean(returns)) for at, (_, returns) in self._returns.items() if at <= number]
         return stop_at is not None and any(score >= stop_at for score in scores)
 

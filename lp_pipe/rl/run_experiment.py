@@ -17,6 +17,7 @@ from lp_pipe.rl.experiment import ExperimentConfig, Network, Policy, Result, Rou
 from lp_pipe.rl.replay.rate_limiter import SampleToInsertRatio
 from lp_pipe.rl.replay.table import Table
 from lp_pipe.rl.rounds import (
+    EvaluationDue,
     Evaluations,
     ExperimentOptions,
     RoundsLearner,
@@ -26,6 +27,7 @@ from lp_pipe.rl.rounds import (
     make_table,
 )
 from lp_pipe.rl.tree import row, stacked
+from lp_pipe.rl.video import FilmedEnvironment, check_can_film
 
 
 def run_experiment(experiment: ExperimentConfig, num_actors: int = 1, run_dir: Path | str | None = None) -> Result:
@@ -54,10 +56,12 @@ class _Experiment:
         self._spec = spec = parts.spec
         self._acting, self._evaluated = copy.deepcopy(parts.network), copy.deepcopy(parts.network)
         self._table, self._learner = make_table(parts.options), parts.learner
-        self._evaluations = Evaluations(experiment.evaluation.every, experiment.evaluation.stop_at)
+        if experiment.evaluation.video_every is not None and run_dir is None:
+            raise ValueError("run_experiment: video_every needs a folder for the videos: give run_dir")
+        self._evaluations = Evaluations(experiment.evaluation)
         acting = experiment.builder.make_policy(self._acting, spec, False)
         self._actors = [make_loop(experiment, spec, acting, *actor) for actor in enumerate(environments)]
-        self._evaluator = Evaluator(experiment, spec, self._evaluated)
+        self._evaluator = Evaluator(experiment, spec, self._evaluated, run_dir)
         self._checkpoints: Checkpoints | None = None
         if run_dir is not None:
             keep_experiment(run_dir, experiment, spec)
@@ -116,7 +120,7 @@ class _Experiment:
         if (due := self._evaluations.next_due()) is not None:
             self._evaluated.load_state_dict(self._learner.versions[due.number][1])
             with as_node_error("evaluator", 0):
-                self._evaluations.add(due.number, self._evaluator.returns(due.counts))
+                self._evaluations.add(due.number, self._evaluator.returns(due))
 
     def _parts(self) -> dict[str, Any]:
         return {"learner": self._learner, "replay": SavedTable(self._table), "counter": self._evaluations}
@@ -137,6 +141,10 @@ class ExperimentParts:
         if isinstance(order, Rounds) and order.steps < size:
             raise ValueError(f"Rounds: steps={order.steps} is less than one step of an actor's {size} environments")
         self.network = make_network(experiment, spec)
+        if experiment.evaluation.video_every is not None:
+            filmed = make_one(experiment, 0, 0, "evaluation")
+            check_can_film(filmed)
+            filmed.close()
         table, batch_size, steps = builder.make_replay_table(spec), builder.batch_size, experiment.max_num_actor_steps
         check_band(table, batch_size)
         self.learner = RoundsLearner(builder, self.network, spec, experiment.seed, order)
@@ -183,7 +191,7 @@ def make_loop(
 
 def result_of(experiment: ExperimentConfig, spec: Spec, states: Mapping[str, Any], network: Network) -> Result:
     """Return what an experiment has led to, from the states of its parts. network: for the result's policy."""
-    learner, table, evaluations = states["learner"], states["replay"], Evaluations(1, None)
+    learner, table, evaluations = states["learner"], states["replay"], Evaluations()
     evaluations.load_state_dict(states["counter"])
     variables = learner["versions"][learner["round"]][1]
     counts = dict(evaluations.counts)
@@ -251,31 +259,39 @@ def policy_of_one(policy: Policy, spec: Spec, seed: int) -> Callable[[Any], Any]
 
 
 class Evaluator:
-    """Plays the episodes of an evaluation: the same seeds each time, none of which an actor has."""
+    """Plays the episodes of an evaluation: the same seeds each time, none of which an actor has.
+
+    run_dir: of videos; None if there are none.
+    """
 
     def __init__(
         self,
         experiment: ExperimentConfig,
         spec: Spec,
         network: Network,
+        run_dir: Path | None,
         before_call: Callable[[int, int, int, int], object] | None = None,
     ) -> None:
-        self._experiment = experiment
+        self._experiment, self._run_dir = experiment, run_dir
         policy: Policy = experiment.builder.make_policy(network, spec, True)
-        environment = make_one(experiment, 0, 0, "evaluation")
+        environment = self._environment = FilmedEnvironment(make_one(experiment, 0, 0, "evaluation"))
         seed = experiment.seed
         self._loop = EnvironmentLoop(environment, policy, seed=seed, role="evaluation", before_call=before_call)
 
-    def returns(self, counts: Mapping[str, int]) -> list[float]:
+    def returns(self, due: EvaluationDue) -> list[float]:
         """Play all episodes and return their sums of rewards; of a VectorEnv, each environment's first one counts."""
         found: list[float] = []
+        if due.is_filmed:
+            self._environment.begin()
         for number in range(-(-self._experiment.evaluation.episodes // self._loop.size)):
             self._loop.begin_at(number)
             first: dict[int, float] = {}
             while len(first) < self._loop.size:
-                for episode in self._loop.run(num_episodes=1, counts=counts).episodes:
+                for episode in self._loop.run(num_episodes=1, counts=due.counts).episodes:
                     first.setdefault(episode.environment, episode.total)
             found += [first[index] for index in range(self._loop.size)]
+            if number == 0 and due.is_filmed and self._run_dir is not None:
+                self._environment.write(self._run_dir / "videos" / f"evaluation-{due.counts['env_steps']:09}.gif")
         return found[: self._experiment.evaluation.episodes]
 
 
@@ -285,7 +301,8 @@ def make_one(experiment: ExperimentConfig, index: int, life: int, role: str = "e
     if isinstance(factory, str):
         import gymnasium  # an extra, which only names of environments need
 
-        return gymnasium.make(factory)
+        is_filmed = role == "evaluation" and experiment.evaluation.video_every is not None
+        return gymnasium.make(factory, render_mode="rgb_array") if is_filmed else gymnasium.make(factory)
     return factory(environment_seed(experiment.seed, role, index, life))
 
 

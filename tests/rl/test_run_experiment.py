@@ -10,7 +10,6 @@ import pytest
 
 import lp_pipe as lp
 import lp_pipe.rl as rl
-from lp_pipe.errors import NotSupported
 from tests.rl.bandit import Bandit, BanditBuilder, config
 
 gym = pytest.importorskip("gymnasium")
@@ -90,8 +89,8 @@ def test_parts_that_do_not_fit_are_refused_before_any_step() -> None:
         config(on_environment_error="ignore")
     with pytest.raises(ValueError, match="2"):
         rl.run_experiment(config(order=rl.Rounds(steps=2), envs_per_actor=3))
-    with pytest.raises(NotSupported):
-        rl.Evaluation(video_every=1)
+    with pytest.raises(ValueError, match="0"):
+        rl.Evaluation(video_every=0)
 
 
 def test_the_numpy_parts_do_not_import_torch() -> None:
