@@ -85,7 +85,8 @@ class DirectBackend(Backend):
             if index + 1 < len(pieces):
                 self._send_all(pieces[index + 1])
             mine = parts[self.rank]
-            total = self._reduced(self._receive_all(mine, own[0]) if index else self._told(own, mine), reduce, op)
+            told = self._receive_all(mine, own[0]) if index else self._told(own, mine)
+            total = self._reduced(told, mine, reduce, op)
             self._send_all([total] * self.world_size)
             if before is not None:
                 self._receive_sums(*before)
@@ -98,7 +99,7 @@ class DirectBackend(Backend):
         reduce = reducing(op, input.dtype)
         parts = self._equal_parts(input)
         own = self._exchange(call or Call("reduce_scatter", op, input.dtype, tuple(input.shape)), parts)
-        flat_view(output).copy_(self._reduced(own, reduce, op))
+        self._reduced(own, flat_view(output), reduce, op)
 
     def all_gather(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
         check_parts("all_gather", output, input, self.world_size)
@@ -212,11 +213,16 @@ class DirectBackend(Backend):
         self.abort(reason)
         return self._error(self._reason)
 
-    def _reduced(self, parts: Sequence[Tensor], reduce: Reduce, op: str) -> Tensor:
-        total = parts[0].clone()
-        for part in parts[1:]:
-            reduce(total, part, out=total)
-        return total.div_(self.world_size) if op == "mean" else total
+    def _reduced(self, parts: Sequence[Tensor], output: Tensor, reduce: Reduce, op: str) -> Tensor:
+        """Add the parts in rank order into `output`, which may be this rank's own part; return it."""
+        if len(parts) == 1:
+            output.copy_(parts[0])
+        total = parts[0]
+        for rank, part in enumerate(parts[1:], start=1):
+            # Before the own part, the sum is made in the first one, which was received and belongs to this rank.
+            reduce(total, part, out=total if rank < self.rank else output)
+            total = total if rank < self.rank else output
+        return output.div_(self.world_size) if op == "mean" else output
 
     def _equal_parts(self, tensor: Tensor) -> list[Tensor]:
         count = tensor.numel() // self.world_size
