@@ -16,10 +16,14 @@ from typing import Any
 from lp_pipe.checkpoint import checkpoints_in
 from lp_pipe.checkpoint.folder import open_checkpoint
 from lp_pipe.dashboard.metrics_index import MetricsIndex
-from lp_pipe.errors import CheckpointError
+from lp_pipe.errors import CheckpointError, ScheduleError
 from lp_pipe.graph import GraphView
 from lp_pipe.graph.scene import Scene, make_scene
 from lp_pipe.launch.run_records import RunRecord, record_in
+from lp_pipe.pipeline.schedule.ir import WORDS
+from lp_pipe.pipeline.schedule.prediction import EVENT as SCHEDULE_EVENT
+from lp_pipe.pipeline.schedule.prediction import Prediction
+from lp_pipe.pipeline.schedule.simulate import Span
 from lp_pipe.process_tree import start_time
 from lp_pipe.telemetry.plain_files import AppendedLines, open_plain, read_plain
 from lp_pipe.telemetry.run_folder import RunFolder
@@ -45,6 +49,7 @@ class RunView:
         self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
         self._num_events = 0
         self._states: dict[str, dict[str, Any]] = {}
+        self._predictions: dict[str, dict[str, Any]] = {}  # events of pipelines, by their first node
 
     def record(self) -> RunRecord | None:
         """Return the run's record as it is now; None if the folder was removed."""
@@ -54,6 +59,9 @@ class RunView:
         """Return how many events there are so far, and those after the first `number`, of the newest 1,000."""
         with self._lock:
             for event in self._new_events.new():
+                if event.get("event") == SCHEDULE_EVENT:
+                    self._predictions[str(event.get("node"))] = event
+                    continue
                 self._events.append(event)
                 self._num_events += 1
                 _apply(self._states, event)
@@ -160,18 +168,41 @@ class RunView:
         return [path.name for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)]
 
     def timeline(self, name: str | None) -> dict[str, Any]:
-        """Return the spans of a trace, of each track: {"traces", "name", "tracks": [{"process", "track", "spans"}]}."""
+        """Return the spans of a trace, of each track: {"traces", "name", "tracks": [{"process", "track", "spans"}]}.
+
+        The tracks of processes "predicted…" show how a step should run; they need no trace.
+        """
         traces = self.traces()
         chosen = name if name in traces else next(iter(traces), None)
         if chosen is None:
-            return {"traces": [], "name": None, "tracks": []}
+            return {"traces": [], "name": None, "tracks": self._predicted_tracks()}
         try:
             found = json.loads(read_plain(self.folder.path / chosen, _TRACE_BYTES))
             events = found["traceEvents"] if isinstance(found, dict) else found
             tracks = list(_tracks(events))
         except (ValueError, KeyError, TypeError):
             return {"traces": traces, "name": chosen, "tracks": [], "error": "is no trace, or is being written"}
+        if not any(track["process"].startswith("predicted") for track in tracks):  # such as of stages with replicas
+            tracks += self._predicted_tracks()
         return {"traces": traces, "name": chosen, "tracks": tracks}
+
+    def _predicted_tracks(self) -> list[dict[str, Any]]:
+        """Return the tracks of one step of each pipeline, as the schedule and the logged seconds say."""
+        self.events_after(0)
+        with self._lock:
+            events = dict(self._predictions)
+        tracks = []
+        for node, event in sorted(events.items()):
+            try:
+                prediction = Prediction.from_facts(event)
+                timeline = prediction.timeline()
+            except (ScheduleError, KeyError, ValueError, TypeError, OverflowError):  # written by another version
+                continue
+            of_one = f" {node.rpartition('/')[0]}" if len(events) > 1 else ""
+            process = f"predicted{of_one} ({prediction.schedule.name}, {prediction.source})"
+            for worker, spans in enumerate(timeline.spans):
+                tracks.append({"process": process, "track": f"worker {worker}", "spans": list(map(_as_span, spans))})
+        return tracks
 
 
 def state_of(record: RunRecord) -> str:
@@ -254,6 +285,13 @@ def _rounded(rect: tuple[float, ...]) -> list[float]:
 
 def _json_number(number: Any) -> Any:
     return number if isinstance(number, int) or (isinstance(number, float) and number - number == 0) else str(number)
+
+
+def _as_span(span: Span) -> list[Any]:
+    """Return a predicted action as `_tracks` has it, in microseconds."""
+    action, start_s, end_s = span
+    args = {"stage": action.stage, "microbatch": action.microbatch}
+    return [start_s * 1e6, (end_s - start_s) * 1e6, WORDS[action.op], args]
 
 
 def _tracks(events: list[Any]) -> Iterator[dict[str, Any]]:

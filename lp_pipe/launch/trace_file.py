@@ -10,8 +10,8 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
-from lp_pipe.pipeline.schedule.costs import Costs
 from lp_pipe.pipeline.schedule.ir import WORDS, Action, Schedule
+from lp_pipe.pipeline.schedule.prediction import measured_costs
 from lp_pipe.pipeline.schedule.simulate import Timeline, simulate
 from lp_pipe.telemetry.tracing import COMPUTE, STEP, TRANSFER, TraceBatch, TraceSpan
 
@@ -165,20 +165,7 @@ def _without_delays(by_node: dict[str, list[tuple[Action, float, float]]]) -> Ti
     """
     rows = [sorted(actions, key=lambda one: one[1]) for _, actions in sorted(by_node.items())]
     schedule = Schedule("traced", tuple(tuple(action for action, _, _ in row) for row in rows))
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for action, _, took in (one for row in rows for one in row):
-        seconds.setdefault((action.op, action.stage), []).append(took)
-    stages = range(schedule.stages)
-
-    def median(op: str, share: float) -> list[float]:
-        return [_median(seconds.get((op, stage), [])) * share for stage in stages]
-
-    if any(op in ("I", "W") for op, _ in seconds):
-        costs = Costs(forward=median("F", 1), backward_input=median("I", 1), backward_weight=median("W", 1))
-    else:
-        costs = Costs(forward=median("F", 1), backward_input=median("B", 0.5), backward_weight=median("B", 0.5))
+    costs = measured_costs(
+        ((action.op, action.stage, took) for row in rows for action, _, took in row), schedule.stages
+    )
     return simulate(schedule, costs)
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0

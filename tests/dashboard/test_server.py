@@ -23,9 +23,25 @@ import lp_pipe as lp
 import lp_pipe.search as ls
 from lp_pipe.dashboard.routes import Routes
 from lp_pipe.dashboard.server import Certificate, DashboardServer
+from lp_pipe.pipeline.schedule import make_schedule
+from lp_pipe.pipeline.schedule.prediction import Prediction, planned_costs
 from tests.dashboard.fixtures import Browser, metric_line, write_events, write_run
 
 Serve = Callable[..., DashboardServer]
+
+
+def test_a_pipelines_predicted_step_needs_no_trace(serve: Serve, tmp_path: Path) -> None:
+    prediction = Prediction(make_schedule("1f1b", 2, 2), planned_costs([3e-3, 3e-3]), "by the plan")
+    write_run(tmp_path / "one", {"stages": 2})
+    write_events(tmp_path / "one", {"event": "schedule", "node": "stages/0", **(prediction.facts() or {})})
+    write_events(tmp_path / "one", {"event": "schedule", "node": "other/0", "workers": ["nonsense"]})
+    found = Browser(serve(tmp_path / "one")).get("/api/timeline", run="one")
+    assert [track["track"] for track in found["tracks"]] == ["worker 0", "worker 1"]
+    assert found["tracks"][0]["process"].startswith("predicted")
+    assert found["tracks"][1]["spans"][:2] == [
+        [pytest.approx(1000), pytest.approx(1000), "forward", {"stage": 1, "microbatch": 0}],
+        [pytest.approx(2000), pytest.approx(2000), "backward", {"stage": 1, "microbatch": 0}],
+    ]
 
 
 def test_page_shows_a_run_with_the_states_of_its_nodes(serve: Serve, tmp_path: Path) -> None:

@@ -117,25 +117,6 @@ def test_a_step_tells_what_it_did() -> None:
     assert first.bubble_fraction == pytest.approx(1 - sum(first.utilization) / 2)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_the_utilization_of_stages_and_the_bubble_are_metrics(tmp_path: Path, schedule: str) -> None:
-    program = lp.Program("train")
-    model = pp.Model([nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D)], squared_error, sgd)
-    handle = pp.add_pipeline(program, model, stages=2, microbatches=3, schedule=schedule)
-    with lp.launch(program, "thread", run_dir=tmp_path) as run:
-        results = [run.client(handle).step(batch) for batch in BATCHES]
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert records[-1]["step"] == 3
-    assert {record["node"] for record in records} == {"stages/0"}
-    for name, shares in [
-        ("bubble_fraction", [result.bubble_fraction for result in results]),
-        ("utilization/0", [result.utilization[0] for result in results]),
-        ("utilization/1", [result.utilization[1] for result in results]),
-    ]:
-        logged = [record["values"][name] for record in records]
-        assert min(shares) <= min(logged) <= max(logged) <= max(shares)  # each is the mean of some steps
-
-
 def test_a_number_of_steps_is_a_whole_one() -> None:
     # A bare TypeError, of an addition, and in `steps` not before the first one.
     number: Any = "3"

@@ -49,7 +49,7 @@ export async function timelinePage(main, page) {
     bar.append(said);
     body.replaceChildren();
     if (found.tracks.length) addChoices(bar, found.tracks, body, page);
-    if (!found.tracks.length) {
+    if (!found.traces.length || !found.tracks.length) {
       body.append(h("p", { class: "empty" }, found.error ? `${found.name} ${found.error}` :
         "No step was traced. `lp_pipe trace RUN`, `lp_pipe launch --trace` and the trace button write traces."));
     }
@@ -66,7 +66,7 @@ function addChoices(bar, tracks, body, page) {
   const best = steps.findLastIndex((one) => one.count === most);
   select.value = best < 0 ? "all" : String(best);
   const all = h("input", { type: "checkbox" });
-  bar.prepend(select, h("label", {}, all, " all threads"));
+  if (tracks.some((one) => !isPredicted(one))) bar.prepend(select, h("label", {}, all, " all threads"));
   const hasWork = (one) => one.spans.some(isCompute);
   all.checked = !tracks.some(hasWork);
   const draw = () => {
@@ -78,7 +78,7 @@ function addChoices(bar, tracks, body, page) {
     const size = Math.max(range[1] - range[0], predicted.length ? expected[1] - expected[0] : 0);
     body.replaceChildren();
     if (measured.length) body.append(drawTimeline("measured", measured, range, size, page));
-    if (predicted.length) body.append(drawTimeline("predicted", predicted, expected, size, page));
+    if (predicted.length) body.append(drawTimeline([...new Set(predicted.map((one) => one.process))].join(", "), predicted, expected, size, page));
   };
   select.addEventListener("change", draw);
   all.addEventListener("change", draw);

@@ -15,6 +15,7 @@ from lp_pipe.context import context, log_metrics
 from lp_pipe.errors import EndOfData, PipelineError, ScheduleError, Unavailable, add_note, noting
 from lp_pipe.pipeline.conductor.on_nan import OnNan
 from lp_pipe.pipeline.conductor.stragglers import Stragglers
+from lp_pipe.pipeline.conductor.utilization import UtilizationLog
 from lp_pipe.pipeline.conductor.workers import Workers
 from lp_pipe.pipeline.config import PipelineConfig
 from lp_pipe.pipeline.layers.batch_dims import marked
@@ -43,7 +44,6 @@ from lp_pipe.telemetry import tracing
 from lp_pipe.training.gradients import LossScale, total_norm
 
 _log = logging.getLogger(__name__)
-_LOG_EVERY_S = 1.0
 
 
 class Steps(ABC):
@@ -60,7 +60,7 @@ class Steps(ABC):
         ranks, placement = config.ranks, config.placement
         self._first, self._last = ranks.of(placement[0]), ranks.of(placement[-1])
         self.stragglers = Stragglers(config, workers)
-        self._utilization = UtilizationLog()
+        self._utilization = UtilizationLog(config)
         context().exit_stack.callback(self._utilization.close)
         self.done = 0
         self.inconsistency: str | None = None
@@ -234,7 +234,7 @@ class Steps(ABC):
         if recorder is not None:
             recorder.add("step", tracing.STEP, began, time.monotonic(), step=step, microbatches=task.microbatches)
         self.stragglers.note(step, reports, task.microbatches)
-        self._utilization.note(step, [report.busy_s for report in reports], pipe_s)
+        self._utilization.note(step, reports, pipe_s)
         loss, metrics = summed([reports[rank] for rank in self._last])
         utilization = tuple(report.busy_s / pipe_s for report in reports)
         spans, versions = ([tuple(getattr(r, name)) for r in reports] for name in ("spans", "versions"))
@@ -242,42 +242,6 @@ class Steps(ABC):
             StepResult(step=step, loss=loss, metrics=results(metrics), utilization=utilization, **more),
             StepTrace(step, began, tuple(spans), tuple(versions)),
         )
-
-
-class UtilizationLog:
-    """Logs about once a second which share of the pipeline's time each worker computed, and the bubble between.
-
-    The metrics are `utilization/I`, of the stage worker with the label and index `stages/I`, and `bubble_fraction`.
-    Each is that of all steps since the last record, as StepResult defines it. The last record comes with the node's
-    end, so a short run has one as well.
-    """
-
-    def __init__(self) -> None:
-        self._logged_at = time.monotonic()
-        self._busy_s: list[float] = []  # since the last record, by rank
-        self._pipe_s = 0.0
-        self._step = 0
-
-    def note(self, step: int, busy_s: Sequence[float], pipe_s: float) -> None:
-        """Take note of a finished step. pipe_s: the time from its start on the workers to its last action."""
-        self._busy_s = [old + new for old, new in zip(self._busy_s or [0.0] * len(busy_s), busy_s, strict=True)]
-        self._pipe_s += pipe_s
-        self._step = step
-        if time.monotonic() - self._logged_at >= _LOG_EVERY_S:
-            self._log()
-
-    def close(self) -> None:
-        """Log the steps since the last record, unless the launcher is gone."""
-        with contextlib.suppress(Unavailable):
-            self._log()
-
-    def _log(self) -> None:
-        busy_s, pipe_s = self._busy_s, self._pipe_s
-        self._logged_at, self._busy_s, self._pipe_s = time.monotonic(), [], 0.0
-        if pipe_s:
-            shares = [seconds / pipe_s for seconds in busy_s]
-            by_worker = {f"utilization/{rank}": share for rank, share in enumerate(shares)}
-            log_metrics({"bubble_fraction": 1.0 - sum(shares) / len(shares), **by_worker}, self._step)
 
 
 class SynchronousSteps(Steps):

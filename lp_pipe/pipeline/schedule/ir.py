@@ -38,6 +38,12 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{self.microbatch}"
 
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """Return the action that str() has written so; None for other text."""
+        match = _COMPUTE.fullmatch(text)
+        return cls(cast(Op, match[2]), int(match[1]), int(match[3])) if match is not None else None
+
 
 # No slots: what is derived from the actions is kept in the instance's dict.
 @dataclass(frozen=True)
@@ -213,10 +219,10 @@ def _row_actions(row: list[str], line: int) -> Iterator[Action]:
 def _parse(cell: str, line: int, column: int) -> Action | None:
     if not cell or _COMMUNICATION.fullmatch(cell):
         return None
-    match = _COMPUTE.fullmatch(cell)
-    if match is None:
+    action = Action.parse(cell)
+    if action is None:
         raise ScheduleError(
             f"line {line}, cell {column}: {cell[:_SHOWN]!r} is not an action: "
             "write stage, then F, B, I or W, then micro-batch, such as 0F3"
         )
-    return Action(cast(Op, match[2]), int(match[1]), int(match[3]))
+    return action
