@@ -3,6 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,7 +17,7 @@ from lp_pipe.data_parallel.batch_norm import worker_of_node
 from lp_pipe.data_parallel.replica import Replica
 from lp_pipe.data_parallel.servers import AsyncServer, GradientServer, Servers, WorkersLinks, finish_servers
 from lp_pipe.data_parallel.step_times import SlowReplica
-from lp_pipe.data_parallel.workers import ReplicaOptions, ReplicaWorkers, TrainingHasEnded
+from lp_pipe.data_parallel.workers import ReplicaOptions, ReplicaWorkers, TrainingHasEnded, lone_group
 from lp_pipe.errors import DataParallelError, NotSupported, Unavailable
 from lp_pipe.handles import CourierHandle, Handle, check_arguments
 from lp_pipe.membership import Membership
@@ -62,12 +63,12 @@ def add_replicas(
     max_restarts: of each worker, with "restart".
     mode: "async": each worker's gradient is applied once, as it comes, by the servers, which hold the parameters. The
         result then depends on timing.
-    mirror_every: of what is not there yet (zero where workers may change).
+    mirror_every: with mode="async" and "restart": after how many gradients a server copies its state to the next one.
     group, resources: label and Resources of the workers' nodes.
 
     Raises:
         DataParallelError: an option is wrong.
-        NotSupported: mode="async" where workers may change, or with compression.
+        NotSupported: mode="async" where the number of workers may change.
         TypeError: `train` does not take the arguments.
     """
     refuse_too_old(torch.__version__)
@@ -85,16 +86,22 @@ def add_replicas(
     servers = backend if isinstance(backend, Servers) else None
     between_workers = "auto" if isinstance(backend, Servers) else backend
     options = ReplicaOptions(group, replicas, least, most, between_workers, seed, on_failure, mode)
-    if options.is_async and options.may_change:
-        raise NotSupported("mode='async' where workers may change is not there yet: use on_failure='stop'")
+    if options.is_async:
+        compression = servers.compression if servers is not None else None
+        options = replace(options, compression=compression, mirror_every=mirror_every)
+        _check_async_failure(options)
     handles: list[CourierHandle] = []
     if servers is not None and servers.count:
-        restarts = "stop" if on_failure == "stop" else "restart"
+        has_copies = not options.is_async or servers.count > 1  # of the servers' states
+        restarts = "restart" if options.may_change and has_copies else "stop"
         server_group = program.group(f"{group}-servers", servers.resources, restarts, max_restarts)
         with server_group:
             kind = AsyncServer if options.is_async else GradientServer
             handles = [program.add_node(CourierNode(kind)) for _ in range(servers.count)]
-    nodes = [CourierNode(ReplicaWorker, options, (servers, handles), train, *args, **kwargs) for _ in range(most)]
+    nodes = [
+        CourierNode(ReplicaWorker, replace(options, number=number), (servers, handles), train, *args, **kwargs)
+        for number in range(most)
+    ]
     with program.group(
         group,
         resources=resources,
@@ -122,6 +129,8 @@ class ReplicaWorker:
         links = WorkersLinks(asked, clients, context(), options.least) if asked is not None and sums else None
 
         def meet(generation: int) -> Group:
+            if options.never_meet:
+                return lone_group(options)
             return Group.meet(options.group, generation, options.backend, links)
 
         self._workers = ReplicaWorkers(options, context(), meet, clients)
@@ -140,7 +149,8 @@ class ReplicaWorker:
             with advised(ADVICE_FOR_REPLICAS):
                 user_code.call(self._train, self._replica, *args, **kwargs)
             steps.leave()
-            finish_servers(self._workers.servers)
+            if not self._workers.options.never_meet:  # else servers end once all workers have told them
+                finish_servers(self._workers.servers)
         except TrainingHasEnded as error:
             _log.info("%s ends, because training has ended: %s", self._workers.node.name, error)
         finally:
@@ -252,13 +262,20 @@ def _check_mode(mode: str, backend: Any) -> None:
         _check_servers(backend)
         if mode == "async" and not backend.count:
             raise DataParallelError("mode='async' needs servers that hold the parameters: dp.Servers(count) from 1 on")
-        if mode == "async" and backend.compression is not None:
-            raise NotSupported("dp.Servers(compression=…) with mode='async' is not there yet: use mode='sync'")
         return
     if mode == "async":
         raise DataParallelError("mode='async' needs servers: backend=dp.Servers(...)")
     if backend not in BACKENDS:
         raise DataParallelError(f"backend must be one of {', '.join(BACKENDS)}, or dp.Servers(...), got {backend!r}")
+
+
+def _check_async_failure(options: ReplicaOptions) -> None:
+    if options.on_failure == "shrink" or options.least < options.most:
+        raise NotSupported(
+            f"mode='async' with on_failure={options.on_failure!r} and {options.least} to {options.most} workers: each "
+            "worker has its own steps, which no other one takes over; use on_failure='restart' and a fixed number of "
+            "workers"
+        )
 
 
 def _check_servers(servers: Servers) -> None:

@@ -1,72 +1,136 @@
-"""Asynchronous training: servers hold the parameters and the optimizer, and apply each gradient as it comes.
+"""Asynchronous training, as one worker sees it: servers hold the parameters, and apply each gradient as it comes.
 
-    worker 0   gradient of version 7 ──► server: version 7 → 8 ──► parameters of version 8
-    worker 1   gradient of version 5 ──► server: version 8 → 9 ──► parameters of version 9; staleness 3
-
-Each server has a shard of every parameter, so an update must treat elements independently.
-Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (OSDI 2014).
+Each server has a shard of every parameter, so an update must treat elements independently. What servers do is in
+parameter_store.py.
 """
 
+import contextlib
 import copy
-import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.data_parallel.workers import ReplicaWorkers
-from lp_pipe.errors import NotSupported
-from lp_pipe.training.state_shards import flat, is_dense
+from lp_pipe.collectives.compression import ErrorFeedback
+from lp_pipe.context import stop_event
+from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
+from lp_pipe.data_parallel.parameter_store import (
+    Applied,
+    Gradient,
+    MirrorPlace,
+    ParameterStore,
+    StoreCut,
+    WorkerProgress,
+    parameters_of,
+)
+from lp_pipe.data_parallel.training_state import TrainingState
+from lp_pipe.data_parallel.workers import ReplicaWorkers, TrainingHasEnded
+from lp_pipe.errors import CheckpointError, DataParallelError, NotSupported, Unavailable
+from lp_pipe.training.state_shards import OwnShardState, flat, is_dense, joined
+
+T = TypeVar("T")
+_TRIES = 20
+_PAUSE_S = 0.1
+_POLL_S = 0.02
 
 
-class Applied(NamedTuple):
-    """A server's answer. version: the number of gradients that its parameters have had applied."""
+class ParameterServers:
+    """The servers that hold the parameters. One that was started again gets its state back before it is used."""
 
-    parameters: list[Tensor]
-    version: int
+    def __init__(self, workers: ReplicaWorkers) -> None:
+        self.node = workers.node
+        self.clients = list(workers.servers)
+        self._stores = cast(list[ParameterStore], self.clients)  # for mypy: each call is one of that class
+        self._every = workers.options.mirror_every if workers.options.may_change else 0
+        self._unmirrored: list[list[Gradient]] = [[] for _ in self.clients]  # which a server may lose
 
+    @property
+    def count(self) -> int:
+        return len(self.clients)
 
-class ParameterStore:
-    """A shard of all parameters with its optimizer. Served to the workers."""
+    def mirror_of(self, place: int) -> MirrorPlace | None:
+        """Return where the server at a place keeps the copy of its state; None: it has none."""
+        if not self._every or self.count == 1:
+            return None
+        return MirrorPlace(place, self.clients[(place + 1) % self.count], self._every)
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}  # by the number that workers give them
-        self._versions: dict[int, int] = {}
-        self._steps: dict[tuple[int, int], int] = {}  # applied gradients, by optimizer and rank
+    def call(self, place: int, ask: Callable[[ParameterStore], Awaitable[T | None]]) -> T:
+        """Return a server's answer, which must not be None.
 
-    def begin_parameters(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """Take an optimizer over the shards; the first worker's counts, and all give the same."""
-        with self._lock:
-            if number not in self._optimizers:
-                self._optimizers[number], self._versions[number] = optimizer, 0
+        Raises:
+            TrainingHasEnded: the server has ended, because all workers have.
+            DataParallelError: its state is lost.
+            Unavailable: the program stops.
+        """
+        for number in range(_TRIES):
+            try:
+                found = cast("T | None", ask(self._stores[place]))  # a client waits, and returns the result itself
+                if found is not None:
+                    return found
+                self.bring_back(place)
+            except Unavailable as error:
+                if stop_event().wait(_PAUSE_S):
+                    raise
+                if number == _TRIES - 1:
+                    raise TrainingHasEnded(f"{self.node.name} cannot reach the servers: {error}") from error
+        raise self._lost(place)
 
-    def apply_gradient(
-        self, number: int, rank: int, step: int, options: list[dict[str, Any]], gradients: list[Tensor | None]
-    ) -> Applied:
-        """Apply a worker's gradient with its optimizer's options of now; one that was applied before does nothing."""
-        with self._lock:
-            optimizer = self._optimizers[number]
-            if step == self._steps.get((number, rank), 0):
-                for parameter, gradient in zip(_parameters_of(optimizer), gradients, strict=True):
-                    parameter.grad = gradient
-                for group, own in zip(optimizer.param_groups, options, strict=True):
-                    group.update(own)
-                optimizer.step()
-                self._steps[number, rank] = step + 1
-                self._versions[number] += 1
-            return self._newest(number)
+    def call_all(self, ask: Callable[[ParameterStore], Awaitable[T | None]]) -> list[T]:
+        """Return the answers of all servers, one after another; see `call`."""
+        return [self.call(place, ask) for place in range(self.count)]
 
-    def newest_parameters(self, number: int) -> Applied:
-        """Return the parameters as they are now."""
-        with self._lock:
-            return self._newest(number)
+    def apply(self, gradients: Sequence[Gradient], *, want_whole: bool) -> list[Applied]:
+        """Let each server apply its gradient, at the same time, and return their answers; see `call`."""
+        calls: list[Future[Any]] = []
+        for place, gradient in enumerate(gradients):
+            if self.mirror_of(place) is not None:
+                self._unmirrored[place].append(gradient)
+            calls.append(self.clients[place].futures.apply_gradient(gradient, want_whole))
+        found = []
+        for place, (call, gradient) in enumerate(zip(calls, gradients, strict=True)):
+            applied: Applied | None = None
+            with contextlib.suppress(Unavailable):
+                applied = call.result()
+            if applied is None:
+                applied = self._apply_again(place, gradient)
+            self._unmirrored[place] = [
+                one
+                for one in self._unmirrored[place]
+                if one.optimizer != gradient.optimizer or one.number >= applied.mirrored
+            ]
+            found.append(applied)
+        return found
 
-    def _newest(self, number: int) -> Applied:
-        found = [parameter.detach().clone() for parameter in _parameters_of(self._optimizers[number])]
-        return Applied(found, self._versions[number])
+    def _apply_again(self, place: int, gradient: Gradient) -> Applied:
+        return self.call(place, lambda store: store.apply_gradient(gradient, True))
+
+    def bring_back(self, place: int) -> None:
+        """Give a server that was started again its state, and the gradients since its copy.
+
+        Raises:
+            DataParallelError: there is no copy.
+            Unavailable: a server is gone.
+        """
+        store = cast(Any, self._stores[place])
+        if not store.has_begun():
+            mirror = self.mirror_of(place)
+            data = None if mirror is None else cast(Any, mirror.server).mirror_of(place)
+            if data is None:
+                raise self._lost(place)
+            store.restore(data, mirror)
+            cast(Any, self._stores[place - 1]).mirror_again()
+        for gradient in self._unmirrored[place]:
+            if store.apply_gradient(gradient, True) is None:
+                raise self._lost(place)
+
+    def _lost(self, place: int) -> DataParallelError:
+        return DataParallelError(
+            f"server {place} of {self.count} was started again and its state is lost, because the server that keeps "
+            f"its copy ended, too (found by {self.node.name}): go on from a checkpoint with --resume"
+        )
 
 
 class AsyncParameters:
@@ -75,58 +139,313 @@ class AsyncParameters:
     number: of the optimizer, the same on all workers.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, number: int, workers: ReplicaWorkers) -> None:
-        """Give the servers the optimizer, if they do not have it yet.
-
-        Raises:
-            NotSupported: a parameter has gaps in its memory.
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, number: int, workers: ReplicaWorkers, servers: ParameterServers
+    ) -> None:
+        """Raises:
+        NotSupported: a parameter has gaps in its memory.
         """
         self._optimizer = optimizer
         self._number, self._rank = number, workers.membership.rank
-        self._servers = workers.servers
-        self._stores = cast(list[ParameterStore], list(self._servers))  # for mypy: each call is one of that class
+        self._servers = servers
         self._node = workers.node
-        self._steps = 0
-        count = len(self._servers)
-        self._versions = [0] * count
-        parameters = _parameters_of(optimizer)
-        if not all(is_dense(parameter) for parameter in parameters):
+        self.gradients = 0  # made so far
+        self._versions = [0] * servers.count
+        self._compression = workers.options.compression
+        self._feedback = ErrorFeedback(self._compression) if self._compression is not None else None
+        self.wants_whole = True  # parameters, because these are not what servers told last
+        self._parameters = parameters_of(optimizer)
+        if not all(is_dense(parameter) for parameter in self._parameters):
             raise NotSupported("mode='async': a parameter is a view with gaps in its memory")
-        self._shards = [[_shard(parameter, place, count) for parameter in parameters] for place in range(count)]
-        for store, shards in zip(self._stores, self._shards, strict=True):
-            store.begin_parameters(number, _optimizer_over(optimizer, shards))
+        self._shards = [
+            [_shard(parameter, place, servers.count) for parameter in self._parameters]
+            for place in range(servers.count)
+        ]
+
+    def begin(self, applied: Mapping[int, int]) -> None:
+        """Give the servers the optimizer, unless they have it; it has no state here from then on.
+
+        applied: the number of applied gradients, by rank.
+        """
+        for place, shards in enumerate(self._shards):
+            server: Any = self._servers.clients[place]
+            optimizer = self._optimizer_over(shards, place)
+            server.begin(self._number, optimizer, applied, self._compression, self._servers.mirror_of(place))
+        self._optimizer.state.clear()
 
     def apply_gradients(self, step: int) -> None:
         """Send the gradients, wait until they are applied, and take the newest parameters."""
-        whole = [_in_order_of(parameter) for parameter in _parameters_of(self._optimizer)]
-        options = [_options_of(group) for group in self._optimizer.param_groups]
-        calls = []
-        for place, server in enumerate(self._servers):
-            gradients = [_shard(one, place, len(self._servers)) if one is not None else None for one in whole]
-            calls.append(server.futures.apply_gradient(self._number, self._rank, self._steps, options, gradients))
-        self._steps += 1
-        applied: list[Applied] = [call.result() for call in calls]
-        others = [one.version - 1 - own for one, own in zip(applied, self._versions, strict=True)]
+        options = [options_of(group) for group in self._optimizer.param_groups]
+        whole = [_in_order_of(parameter) for parameter in self._parameters]
+        sent = [
+            Gradient(self._number, self._rank, self.gradients, options, self._forms(whole, place))
+            for place in range(self._servers.count)
+        ]
+        self.gradients += 1
+        applied = self._servers.apply(sent, want_whole=self.wants_whole)
+        others = [max(0, one.version - 1 - own) for one, own in zip(applied, self._versions, strict=True)]
         self._node.services.log_metrics({"staleness": sum(others) / len(others)}, step)
         self._take(applied)
 
     def take_newest(self) -> None:
         """Take the newest parameters."""
-        self._take([store.newest_parameters(self._number) for store in self._stores])
+        self._take(self._servers.call_all(lambda store: store.newest_parameters(self._number, self._rank)))
+
+    def take_cut(self, cuts: Sequence[StoreCut]) -> None:
+        """Take the parameters and the optimizer's state of a moment, until `drop_state`."""
+        with torch.no_grad():
+            for own, cut in zip(self._shards, cuts, strict=True):
+                for shard, values in zip(own, cut.parameters[self._number], strict=True):
+                    shard.copy_(values)
+        count, self.wants_whole = self._servers.count, True
+        for index, parameter in enumerate(self._parameters):
+            parts = []
+            for place, cut in enumerate(cuts):
+                if state := cut.states[self._number][index]:
+                    parts.append(OwnShardState(*_range(parameter, place, count), state))
+            if parts:
+                self._optimizer.state[parameter] = joined(parameter, parts)
+
+    def drop_state(self) -> None:
+        """Forget the optimizer's state, which the servers have."""
+        self._optimizer.state.clear()
+
+    def _forms(self, whole: Sequence[Tensor | None], place: int) -> list[list[Tensor] | None]:
+        found: list[list[Tensor] | None] = []
+        for index, gradient in enumerate(whole):
+            if gradient is None:
+                found.append(None)
+                continue
+            shard = _shard(gradient, place, self._servers.count)
+            feedback = self._feedback
+            found.append([shard] if feedback is None else feedback.encode((place, index), shard.clone()))
+        return found
 
     @torch.no_grad()
     def _take(self, applied: Sequence[Applied]) -> None:
         for own, found in zip(self._shards, applied, strict=True):
-            for shard, values in zip(own, found.parameters, strict=True):
-                shard.copy_(values)
+            for shard, form in zip(own, found.forms, strict=True):
+                if found.is_whole:
+                    shard.copy_(form[0])
+                else:
+                    assert self._compression is not None
+                    shard.add_(self._compression.decode(form, shard.numel()).to(shard.dtype))
         self._versions = [found.version for found in applied]
+        self.wants_whole = False
+
+    def _optimizer_over(self, shards: Sequence[Tensor], place: int) -> torch.optim.Optimizer:
+        """Return a copy of the optimizer that updates copies of these shards, in place of its parameters."""
+        found = copy.copy(self._optimizer)
+        copies = [nn.Parameter(shard.clone()) for shard in shards]
+        rest = iter(copies)
+        found.param_groups = [
+            {**options_of(group), "params": [next(rest) for _ in group["params"]]}
+            for group in self._optimizer.param_groups
+        ]
+        found.state = defaultdict(dict)
+        for own, parameter in zip(copies, self._parameters, strict=True):
+            if state := self._optimizer.state.get(parameter):
+                found.state[own] = {name: self._cut(parameter, name, value, place) for name, value in state.items()}
+        return found
+
+    def _cut(self, parameter: nn.Parameter, name: str, value: Any, place: int) -> Any:
+        """Return a server's part of a value of the optimizer's state."""
+        if name == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return copy.deepcopy(value)
+        in_order = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+        return _shard(in_order, place, self._servers.count).clone()
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+class AsyncTraining:
+    """A worker's part in asynchronous training: where it begins, its gradients, and its end."""
+
+    def __init__(self, workers: ReplicaWorkers, state: TrainingState) -> None:
+        self._workers = workers
+        self._state = state
+        self._servers = ParameterServers(workers)
+        self._parameters: dict[ReplicaOptimizer, AsyncParameters] = {}
+        self._saved = SavedWorkers()
+        self._has_begun = False
+        self._notes_steps = False
+        self._notes: list[Future[Any]] = []
+        state.extra_parts = {"asynchronous workers": self._saved}
+
+    def begin(self, *, saves: bool) -> None:
+        """Begin the loop with the servers' parameters: those of rank 0 or of a checkpoint; or go on in it.
+
+        saves: whether `save` will be called.
+        """
+        self._notes_steps = saves or self._workers.options.may_change
+        rank = self._workers.membership.rank
+        optimizers = self._state.optimizers
+        for number, optimizer in enumerate(optimizers):
+            self._parameters[optimizer] = AsyncParameters(optimizer.inner, number, self._workers, self._servers)
+        self._open_servers(is_first=rank == 0)
+        progress = min(
+            self._servers.call_all(lambda store: store.progress_of(rank)), key=lambda progress: progress.step
+        )
+        self._state.step = progress.step
+        self._state.load_beside_parameters(progress.state)
+        for optimizer, gradients in zip(optimizers, progress.gradients, strict=True):
+            self._parameters[optimizer].gradients = gradients
+            self._parameters[optimizer].take_newest()
+            optimizer.inner.state.clear()
+        self._state.is_trained = self._has_begun = True
+
+    def apply_gradients(self, optimizer: ReplicaOptimizer, step: int) -> None:
+        """Let the servers apply this worker's gradients, and take the newest parameters."""
+        self._of(optimizer).apply_gradients(step)
+
+    def note_step(self) -> None:
+        """Tell the servers that this worker has finished a step, for its successor and for checkpoints."""
+        if not self._notes_steps:
+            return
+        for call in self._notes:
+            with contextlib.suppress(Unavailable):  # an older note does as well: gradients are not applied twice
+                call.result()
+        progress = self._progress()
+        rank = self._workers.membership.rank
+        self._notes = [client.futures.note_progress(rank, progress) for client in self._servers.clients]
+
+    def save(self) -> None:
+        """Save a checkpoint of what all servers have applied at one moment; for rank 0."""
+        cuts = self._cut()
+        optimizers = list(self._parameters)
+        try:
+            for optimizer in optimizers:
+                self._parameters[optimizer].take_cut(cuts)
+            applied = [dict(cuts[0].applied[number]) for number in range(len(optimizers))]
+            places: dict[int, WorkerProgress] = {}
+            for cut in cuts:
+                for rank, progress in cut.progress.items():
+                    if rank not in places or progress.step > places[rank].step:
+                        places[rank] = progress
+            self._saved.applied, self._saved.places = applied, places
+            self._state.save()
+        finally:
+            for optimizer in optimizers:
+                self._parameters[optimizer].drop_state()
+
+    def end(self) -> None:
+        """Wait until all workers have made all steps, and take the final parameters."""
+        rank, workers = self._workers.membership.rank, self._workers.membership.world_size
+        if self._has_begun:
+            step = self._state.step
+            self._servers.call_all(lambda store: store.note_finished(rank, step))
+            while min(self._servers.call_all(lambda store: store.finished_workers(step))) < workers:
+                if stop_event().wait(_POLL_S):
+                    raise Unavailable(f"{self._workers.node.name}: the program stops before all workers have finished")
+        for parameters in self._parameters.values():
+            parameters.take_newest()
+
+    def leave(self) -> None:
+        """Tell the servers that `train` has returned; they end once it has on all workers."""
+        rank, workers = self._workers.membership.rank, self._workers.membership.world_size
+        for place in range(self._servers.count):
+            if self._has_begun:
+                self._servers.call(place, lambda store: store.progress_of(rank))  # brings it back if need be
+            self._servers.call(place, lambda store: store.leave(rank, workers))
+
+    def _of(self, optimizer: ReplicaOptimizer) -> AsyncParameters:
+        found = self._parameters.get(optimizer)
+        if found is None:
+            number = self._state.optimizers.index(optimizer)
+            found = AsyncParameters(optimizer.inner, number, self._workers, self._servers)
+            found.begin({})
+            self._parameters[optimizer] = found
+        return found
+
+    def _progress(self) -> WorkerProgress:
+        gradients = tuple(self._of(optimizer).gradients for optimizer in self._state.optimizers)
+        return WorkerProgress(self._state.step, gradients, self._state.beside_parameters())
+
+    def _open_servers(self, *, is_first: bool) -> None:
+        """Return once all servers let workers train. is_first: this worker gives them what they begin with."""
+        clients: list[Any] = self._servers.clients
+        while True:
+            try:
+                are_open = [client.is_open() for client in clients]
+                if all(are_open):
+                    break
+                for place, client in enumerate(clients):
+                    if any(are_open) and not client.has_begun():
+                        self._servers.bring_back(place)
+                if is_first and not all(client.is_open() for client in clients):
+                    self._give_servers_their_state()
+            except Unavailable:
+                if stop_event().is_set():
+                    raise
+            if stop_event().wait(_POLL_S):
+                raise Unavailable(f"{self._workers.node.name}: the program stops before its first step")
+        if is_first:
+            self._resume_servers()  # this worker's predecessor may have died while it saved
+
+    def _give_servers_their_state(self) -> None:
+        """Give the servers the parameters of a checkpoint or of this worker, and tell them where workers begin."""
+        workers = self._workers.membership.world_size
+        self._state.restore()
+        applied, places = self._saved.applied, self._saved.places
+        if not places:
+            applied = [{} for _ in self._state.optimizers]
+            first = WorkerProgress(self._state.step, (0,) * len(applied), self._state.beside_parameters())
+            places = dict.fromkeys(range(workers), first)
+        if len(places) != workers or len(applied) != len(self._state.optimizers):
+            raise CheckpointError(
+                f"the checkpoint is of {len(places)} asynchronous workers with {len(applied)} optimizers, and there "
+                f"are {workers} with {len(self._state.optimizers)}: each goes on with its own steps, so resume with "
+                f"workers={len(places)}"
+            )
+        for parameters, counts in zip(self._parameters.values(), applied, strict=True):
+            parameters.begin(counts)
+        for client in cast(list[Any], self._servers.clients):
+            client.open(places)
+
+    def _cut(self) -> list[StoreCut]:
+        """Return the states of all servers at a moment at which they have applied the same gradients."""
+        while True:
+            try:
+                paused = self._servers.call_all(lambda store: store.pause())
+                limit = {
+                    number: {rank: max(one[number].get(rank, 0) for one in paused) for rank in ranks}
+                    for number in paused[0]
+                    for ranks in [{rank for one in paused for rank in one[number]}]
+                }
+                calls = [client.futures.cut(limit) for client in self._servers.clients]
+                found = [call.result() for call in calls]
+                if None not in found:
+                    return found
+            except Unavailable:  # a server is being started again
+                if stop_event().wait(_PAUSE_S):
+                    raise
+            finally:
+                self._resume_servers()
+
+    def _resume_servers(self) -> None:
+        for client in cast(list[Any], self._servers.clients):
+            with contextlib.suppress(Unavailable):  # it is being started again, and goes on anyway
+                client.resume()
 
 
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+class SavedWorkers:
+    """The workers' places in their loops, as a part of checkpoints.
+
+    applied: by optimizer, the number of each rank's gradients that the parameters contain.
+    """
+
+    def __init__(self) -> None:
+        self.applied: list[dict[int, int]] = []
+        self.places: dict[int, WorkerProgress] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"applied": self.applied, "places": {rank: tuple(place) for rank, place in self.places.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.applied = state["applied"]
+        self.places = {rank: WorkerProgress(*place) for rank, place in state["places"].items()}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an optimizer's group."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
@@ -138,19 +457,13 @@ def _in_order_of(parameter: nn.Parameter) -> Tensor | None:
     return torch.empty_like(parameter).copy_(gradient)
 
 
+def _range(tensor: Tensor, place: int, count: int) -> tuple[int, int]:
+    """Return where a server's part of a tensor begins and ends."""
+    numel = tensor.numel()
+    return numel * place // count, numel * (place + 1) // count
+
+
 def _shard(tensor: Tensor, place: int, count: int) -> Tensor:
     """Return a server's part of a dense tensor, as it lies in memory."""
-    numel = tensor.numel()
-    return flat(tensor)[numel * place // count : numel * (place + 1) // count]
-
-
-def _optimizer_over(optimizer: torch.optim.Optimizer, shards: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """Return a copy of the optimizer that updates copies of these shards, in place of its parameters."""
-    found = copy.copy(optimizer)
-    rest = iter(shards)
-    found.param_groups = [
-        {**_options_of(group), "params": [nn.Parameter(next(rest).clone()) for _ in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    found.state = defaultdict(dict)
-    return found
+    begin, end = _range(tensor, place, count)
+    return flat(tensor)[begin:end]

@@ -120,8 +120,6 @@ class Replica(NormalizesBatches):
             raise DataParallelError(f"steps takes the number of steps, got n={n!r}")
         if save_every is not None and (not isinstance(save_every, int) or save_every < 1):
             raise DataParallelError(f"save_every must be a whole number of at least 1, or None, got {save_every!r}")
-        if save_every is not None and self._workers.options.is_async:
-            raise NotSupported("steps(save_every=…) with mode='async' is not there yet: save the model after the loop")
         return self.own_steps.run(n, save_every, state)
 
     def shards(self, batch: Any, microbatches: int = 1, loss_weight: LossWeight = "samples") -> Iterator[Shard]:

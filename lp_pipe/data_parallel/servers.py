@@ -10,7 +10,7 @@ from lp_pipe.collectives.compression import Compression
 from lp_pipe.collectives.push_pull import PushPull, PushPullOptions, server_shares
 from lp_pipe.collectives.sum_server import SumServer
 from lp_pipe.context import NodeContext, context, register_stop_handler, stop_event
-from lp_pipe.data_parallel.async_parameters import ParameterStore
+from lp_pipe.data_parallel.parameter_store import ParameterStore
 from lp_pipe.data_parallel.workers import TrainingHasEnded
 from lp_pipe.errors import Unavailable
 from lp_pipe.membership import Membership
@@ -51,7 +51,6 @@ class WorkersServer:
     """A node that serves until the workers have ended."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._done = threading.Event()
         self._why_done = "the program stops"
 
@@ -84,6 +83,10 @@ class GradientServer(WorkersServer):
 
 class AsyncServer(WorkersServer, ParameterStore):
     """The node of a server with mode="async", which holds a shard of the parameters and their optimizer."""
+
+    def __init__(self) -> None:
+        WorkersServer.__init__(self)
+        ParameterStore.__init__(self, self.finish)
 
 
 def finish_servers(clients: Sequence[CourierClient]) -> None:

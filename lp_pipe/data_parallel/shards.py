@@ -121,7 +121,7 @@ class ReplicaBuffers:
 
     def begin_step(self) -> None:
         """Note the values that all replicas begin the step with."""
-        self._before, self._current = self._values(), None
+        self._before, self._current = self.values(), None
         self._of_replica.clear()
 
     def select(self, replica: int) -> None:
@@ -129,8 +129,8 @@ class ReplicaBuffers:
         if replica == self._current or self._before is None:
             return
         if self._current is not None:
-            self._of_replica[self._current] = self._values()
-        self._put(self._of_replica.get(replica, self._before))
+            self._of_replica[self._current] = self.values()
+        self.put(self._of_replica.get(replica, self._before))
         self._current = replica
 
     def changed_by(self, replica: int) -> list[bool]:
@@ -139,20 +139,20 @@ class ReplicaBuffers:
             return [False] * self.count
         if replica not in (self._current, *self._of_replica):
             return [False] * self.count
-        own = self._values() if replica == self._current else self._of_replica[replica]
+        own = self.values() if replica == self._current else self._of_replica[replica]
         return [not _is_same(value, before) for value, before in zip(own, self._before, strict=True)]
 
     def keep_only(self, replica: int) -> None:
         """Give the modules the buffers of a replica, or those of the step's beginning if it has none here."""
         if self._before is not None:
             own = self._of_replica.get(replica, self._before)
-            self._put(self._values() if replica == self._current else own)
+            self.put(self.values() if replica == self._current else own)
             self._current = replica
 
     def restore(self) -> None:
         """Give the modules the buffers of the step's beginning."""
         if self._before is not None:
-            self._put(self._before)
+            self.put(self._before)
             self._of_replica.clear()
             self._current = None
 
@@ -160,10 +160,12 @@ class ReplicaBuffers:
         """Return the buffers themselves, in order."""
         return [buffers_of(module)[name] for module, name in self._places()]
 
-    def _values(self) -> list[Any]:
+    def values(self) -> list[Any]:
+        """Return copies of the buffers, in order."""
         return [value if value is None else value.detach().clone() for value in self.tensors()]
 
-    def _put(self, values: Sequence[Any]) -> None:
+    def put(self, values: Sequence[Any]) -> None:
+        """Give the modules these buffers."""
         for (module, name), value in zip(self._places(), values, strict=True):
             if value is not None:
                 set_buffer(module, name, value)

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 from lp_pipe.collectives.backend import GenerationOver, place_of_call
 from lp_pipe.collectives.group import Group
 from lp_pipe.context import stop_event
-from lp_pipe.data_parallel.async_parameters import AsyncParameters
+from lp_pipe.data_parallel.async_parameters import AsyncTraining
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
 from lp_pipe.data_parallel.rejoining import Position, Rejoining, is_step_finished
 from lp_pipe.data_parallel.step_times import StepTimes
 from lp_pipe.data_parallel.training_state import TrainingState
-from lp_pipe.data_parallel.workers import ReplicaWorkers
+from lp_pipe.data_parallel.workers import NEVER_MEET, ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported, Unavailable
 from lp_pipe.telemetry import tracing
 from lp_pipe.training.rng import step_rng
@@ -78,7 +78,7 @@ class ReplicaSteps:
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._answering = threading.Lock()
         self._answers_at_once = False
-        self._async: dict[ReplicaOptimizer, AsyncParameters] = {}  # with mode="async"
+        self._async = AsyncTraining(workers, self.state) if workers.options.is_async else None
 
     # ---- the loop over steps ----
 
@@ -86,7 +86,9 @@ class ReplicaSteps:
         """Yield the numbers of the steps that are still to be done; see `Replica.steps`."""
         self._close()
         self.state.set_parts(state)
-        if not self.state.is_trained:
+        if not self.state.is_trained and self._async is not None:
+            self._async.begin(saves=save_every is not None)
+        elif not self.state.is_trained:
             self._rejoining.synchronize(self._rejoining.first_positions())
         self._is_in_steps = True
         try:
@@ -102,8 +104,9 @@ class ReplicaSteps:
                     recorder.add("step", tracing.STEP, start, time.monotonic(), step=before)
                 self.times.log(self.state.step, count)
                 if save_every and self.state.step > before and self.state.step % save_every == 0:
-                    self.state.save()
-            self._end_loop()
+                    self._save()
+            if self._async is not None:
+                self._async.end()
             self.state.wait_until_saved()
         finally:
             self._is_in_steps = False
@@ -176,7 +179,10 @@ class ReplicaSteps:
 
         Raises:
             RuntimeError: workers may change, and `steps` has not begun.
+            NotSupported: the workers never meet.
         """
+        if self._options.never_meet:
+            raise NotSupported(f"a collective of the workers: {NEVER_MEET}")
         if self._options.may_change and not self.state.is_trained:
             raise RuntimeError(
                 f"a collective before replica.steps(): with on_failure={self._options.on_failure!r} a worker may join "
@@ -236,8 +242,11 @@ class ReplicaSteps:
         if now.phase is StepPhase.DROPPED:
             optimizer.clear_gradients()
             return False
-        if self._options.is_async:
-            self._apply_on_servers(optimizer)
+        if self._async is not None:
+            optimizer.clip()
+            with self.times.waiting():
+                self._async.apply_gradients(optimizer, self.state.step)
+            optimizer.clear_gradients()
         else:
             place = _OPTIMIZER_PLACE, self.state.step, len(now.stepped)
             with self.times.entering(step_rng(self._options.seed, *place)):
@@ -251,34 +260,12 @@ class ReplicaSteps:
                 self._close()
         return True
 
-    def _apply_on_servers(self, optimizer: ReplicaOptimizer) -> None:
-        optimizer.clip()
-        with self.times.waiting():
-            self._on_servers(optimizer).apply_gradients(self.state.step)
-        optimizer.clear_gradients()
-
-    def _on_servers(self, optimizer: ReplicaOptimizer) -> AsyncParameters:
-        """Return an optimizer's parameters on the servers, which begin with this worker's if it is the first."""
-        found = self._async.get(optimizer)
-        if found is None:
-            number = self.state.optimizers.index(optimizer)
-            found = AsyncParameters(optimizer.inner, number, self.workers)
-            self._async[optimizer] = found
-        return found
-
-    def _end_loop(self) -> None:
-        """Give all workers the final parameters, with mode="async"."""
-        if self._options.is_async:
-            self.workers.backend.barrier()
-            for optimizer in self.state.optimizers:
-                self._on_servers(optimizer).take_newest()
-
     def _open(self) -> _CurrentStep:
         if self._now is None:
             self.state.buffers.begin_step()
             for optimizer in self.state.optimizers:
                 optimizer.begin_step(self.workers.exchange, self._flags)
-            may_drop = self._options.may_change and self._is_in_steps
+            may_drop = self._options.may_change and self._is_in_steps and self._async is None
             self._now = _CurrentStep(self.state.undoing() if may_drop else lambda: None)
             self._now.changed = [False] * self.state.buffers.count
         return self._now
@@ -306,6 +293,8 @@ class ReplicaSteps:
                 sums = [one for optimizer in self.state.optimizers for one in optimizer.buckets.sums]
                 self.times.note(self.state.step, now.ms_by_rank, sums)
             self.state.step += 1
+            if self._async is not None:
+                self._async.note_step()
             self._usual_shards_calls = now.shards_calls
             if now.wants_whole and not now.has_met:
                 with self.state.whole():
@@ -314,6 +303,13 @@ class ReplicaSteps:
             self._overlaps = False
             self._rejoining.synchronize(self._met)
             self.times.begin()
+
+    def _save(self) -> None:
+        if self._async is None:
+            self.state.save()
+        elif self.workers.membership.rank == 0:
+            with self.times.waiting():
+                self._async.save()
 
     # ---- sums and commits ----
 
@@ -378,6 +374,9 @@ class ReplicaSteps:
         self._answers_at_once = True
         self._answer_requests()
         self._refuse_requests()
+        if self._async is not None and self._options.may_change:
+            self._async.leave()
+            return
         if self._options.may_change and not self.workers.has_met:
             self._rejoining.synchronize(self._rejoining.first_positions())
         while self.workers.has_met and self.workers.membership.world_size > 1:

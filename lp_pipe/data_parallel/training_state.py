@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.checkpoint import Checkpoints
+from lp_pipe.checkpoint.parts import Stateful
 from lp_pipe.collectives.backend import Call
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
 from lp_pipe.data_parallel.shards import ReplicaBuffers
@@ -42,6 +43,7 @@ class TrainingState:
         self.optimizers: list[ReplicaOptimizer] = []
         self.buffers = ReplicaBuffers([])
         self._parts: dict[str, Any] = {}  # objects with state_dict() and load_state_dict(), by name
+        self.extra_parts: dict[str, Stateful] = {}  # of checkpoints only
         self._trained: dict[str, TrainedModel] = {}  # as which checkpoints keep some of these
         self._checkpoints: Checkpoints | None = None
 
@@ -92,6 +94,25 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all that `steps` was given; where it is sharded, in the body of `whole`."""
         return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def beside_parameters(self) -> dict[str, Any]:
+        """Return a copy of the state without parameters and their optimizers' state."""
+        trained = {id(part) for one in self.optimizers for part in (one, one.model)}
+        parts = {name: part.state_dict() for name, part in self._parts.items() if id(part) not in trained}
+        options = [
+            [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+            for optimizer in self.optimizers
+        ]
+        return {"parts": copy.deepcopy(parts), "options": copy.deepcopy(options), "buffers": self.buffers.values()}
+
+    def load_beside_parameters(self, state: Mapping[str, Any]) -> None:
+        """Take a state that `beside_parameters` gave."""
+        for name, part in state["parts"].items():
+            self._parts[name].load_state_dict(part)
+        for optimizer, groups in zip(self.optimizers, state["options"], strict=True):
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                group.update(options)
+        self.buffers.put(state["buffers"])
 
     # ---- the same on all workers ----
 
@@ -265,7 +286,7 @@ class TrainingState:
                 for name, part in self._parts.items()
                 if isinstance(part, ReplicaOptimizer) and id(part.model) in models
             }
-            self._checkpoints = Checkpoints({**self._parts, **self._trained, **beside})
+            self._checkpoints = Checkpoints({**self._parts, **self._trained, **beside, **self.extra_parts})
         return self._checkpoints
 
 

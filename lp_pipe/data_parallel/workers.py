@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import io
 import pickle
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lp_pipe.collectives.backend import Backend, Call
+from lp_pipe.collectives.compression import Compression
 from lp_pipe.collectives.group import Group
 from lp_pipe.collectives.inproc import InprocBackend
 from lp_pipe.collectives.meeting_facts import Facts
@@ -29,7 +31,11 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """The options of `add_replicas`. least, most: the numbers of workers."""
+    """The options of `add_replicas`.
+
+    least, most: the numbers of workers. compression, mirror_every: of servers with mode="async".
+    number: of this worker in its group.
+    """
 
     group: str
     replicas: int
@@ -39,6 +45,9 @@ class ReplicaOptions:
     seed: int = 0
     on_failure: str = "stop"
     mode: str = "sync"
+    compression: Compression | None = None
+    mirror_every: int = 1
+    number: int = 0
 
     @property
     def is_async(self) -> bool:
@@ -50,12 +59,31 @@ class ReplicaOptions:
         """Whether training goes on with other workers than it began with."""
         return self.on_failure != "stop" or self.least < self.most
 
+    @property
+    def never_meet(self) -> bool:
+        """Whether workers do not wait for each other, so that one can be started again without the others."""
+        return self.is_async and self.may_change
+
 
 def hosted_replicas(rank: int, world_size: int, replicas: int) -> range:
     """Return the logical replicas of a worker: neighbouring ones, and at most one more than another worker has."""
     share, more = divmod(replicas, world_size)
     first = rank * share + min(rank, more)
     return range(first, first + share + (rank < more))
+
+
+NEVER_MEET = (
+    "workers with mode='async' and on_failure='restart' never meet, so that one can be started again without the "
+    "others: use on_failure='stop', or mode='sync'"
+)
+
+
+def lone_group(options: ReplicaOptions) -> Group:
+    """Return the group of workers that never meet, as one of them sees it; it has no collectives among them."""
+    name = f"{options.group}/{options.number}"
+    alone = Membership(options.group, 0, 0, (name,), (uuid.uuid4().bytes,))
+    members = tuple(f"{options.group}/{number}" for number in range(options.most))
+    return Group(Membership(options.group, 0, options.number, members, (b"",) * options.most), InprocBackend(alone))
 
 
 class TrainingHasEnded(DataParallelError):
@@ -109,6 +137,8 @@ class ReplicaWorkers:
     @property
     def local_rank(self) -> int:
         """The number of this worker on its host."""
+        if self.options.never_meet:
+            raise NotSupported(f"replica.local_rank: {NEVER_MEET}")
         before = self.membership.endpoints[: self.membership.rank]
         return sum(not run_endpoints.is_other_host(Facts.from_bytes(endpoint).hub) for endpoint in before)
 
@@ -182,8 +212,10 @@ class ReplicaWorkers:
         """Return torch's process group of this generation; make it if there is none.
 
         Raises:
-            NotSupported: the workers are threads of one process.
+            NotSupported: the workers are threads of one process, or never meet.
         """
+        if self.options.never_meet:
+            raise NotSupported(f"replica.process_group: {NEVER_MEET}")
         if self._process_group is None:
             if self.backend.world_size > 1 and isinstance(self.backend, InprocBackend):
                 raise NotSupported(

@@ -1,6 +1,8 @@
 """With mode="async" servers apply each worker's gradient once, as it comes, and all end with the same parameters."""
 
 import json
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from torch import nn
 
 import lp_pipe as lp
 import lp_pipe.data_parallel as dp
+from lp_pipe.testing.faults import kill
+from tests.waiting import until
 
 STEPS = 6
 WITHIN_S = 60
@@ -55,3 +59,107 @@ def test_an_optimizer_that_is_not_elementwise_is_refused(launched: Any, tmp_path
     with pytest.raises(lp.NodeError) as failed:
         launched(program).wait(WITHIN_S)
     assert failed.value.type_name == "NotSupported"
+
+
+def train_in_danger(
+    replica: dp.Replica, folder: str, steps: int, deaths: dict[int, tuple[int, str]], save_every: int | None = None
+) -> None:
+    """Train a model whose final parameters are minus the sum of all gradients; die in some steps, once each."""
+    model = nn.Linear(3, 5, bias=False)
+    model.register_buffer("seen", torch.zeros(1))
+    nn.init.zeros_(model.weight)
+    optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, steps // 2, 0.5)
+    log = Path(folder) / f"steps{replica.rank}"
+
+    def die_at(step: int, here: str) -> None:
+        mark = Path(folder) / f"died{replica.rank}-{step}"
+        if deaths.get(replica.rank) == (step, here) and not mark.exists():
+            mark.touch()
+            raise OSError("this worker dies")
+
+    for step in replica.steps(steps, save_every, model=model, optimizer=optimizer, scheduler=scheduler):
+        with log.open("a") as file:
+            file.write(f"{step}\n")
+        for x, _, _ in replica.shards(
+            (torch.ones(replica.num_replicas, 3), torch.ones(replica.num_replicas)), 1, "one"
+        ):
+            (model(x).sum() * 2**replica.rank).backward()
+            time.sleep(0.005)
+        model.seen += 1
+        die_at(step, "before")
+        assert optimizer.step()
+        die_at(step, "after")
+        scheduler.step()
+    assert int(model.seen) == steps
+    torch.save(model.state_dict(), Path(folder) / f"{replica.rank}.pt")
+
+
+def assert_sum_of_all(folder: Path, workers: int, steps: int) -> None:
+    rates = [0.5 ** (step // (steps // 2)) for step in range(steps)]
+    expected = -sum(2**rank * rate for rank in range(workers) for rate in rates)
+    for rank in range(workers):
+        found = torch.load(folder / f"{rank}.pt")["weight"]
+        assert torch.equal(found, torch.full((5, 3), expected)), (rank, expected, found)
+
+
+@pytest.mark.parametrize("mirror_every", [1, 3])
+def test_a_dead_worker_goes_on_with_its_own_steps(launched: Any, mirror_every: int, tmp_path: Path) -> None:
+    program = lp.Program("async")
+    deaths = {0: (3, "before"), 1: (0, "after"), 2: (5, "after")}
+    options = {"replicas": 3, "backend": dp.Servers(2), "mode": "async", "mirror_every": mirror_every}
+    dp.add_replicas(program, train_in_danger, str(tmp_path), 8, deaths, on_failure="restart", **options)
+    launched(program).wait(WITHIN_S)
+    assert_sum_of_all(tmp_path, 3, 8)
+    # The next step of a worker is the first that servers have not heard of: at most one is computed again.
+    assert [int(line) for line in (tmp_path / "steps0").open()] == [0, 1, 2, 3, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("compression", [dp.Fp16(), dp.OneBit(), dp.TopK(1.0)])
+def test_compressed_gradients_are_applied_once(launched: Any, compression: Any, tmp_path: Path) -> None:
+    """All gradients are alike, so that each form has them whole; what TopK leaves out is tested by learning."""
+    program = lp.Program("async")
+    options = {"replicas": 2, "backend": dp.Servers(2, compression=compression), "mode": "async"}
+    dp.add_replicas(program, train_in_danger, str(tmp_path), 6, {1: (3, "after")}, on_failure="restart", **options)
+    launched(program).wait(WITHIN_S)
+    assert_sum_of_all(tmp_path, 2, 6)
+
+
+def test_a_checkpoint_has_each_gradient_once(launched: Any, tmp_path: Path) -> None:
+    for deaths, servers in (({1: (5, "after")}, 2), ({0: (6, "after")}, 3), ({}, 1)):
+        program = lp.Program("async")
+        options = {"replicas": 3, "backend": dp.Servers(servers), "mode": "async"}
+        dp.add_replicas(program, train_in_danger, str(tmp_path), 8, deaths, 2, **options)
+        run = launched(program, run_dir=tmp_path / "run")
+        if deaths:
+            with pytest.raises(lp.NodeError):
+                run.wait(WITHIN_S)
+        else:
+            run.wait(WITHIN_S)
+    assert_sum_of_all(tmp_path, 3, 8)
+    assert len([*(tmp_path / "steps0").open()]) < 3 * 8
+
+
+KILLS = [["replicas-servers"], ["replicas"], ["replicas-servers", "replicas"]]
+
+
+@pytest.mark.parametrize(
+    ("seed", "killed"),
+    [(2, KILLS[2]), *(pytest.param(seed, KILLS[seed % 3], marks=pytest.mark.slow) for seed in range(3, 24))],
+)
+def test_killed_servers_and_workers_lose_no_gradient(
+    launched: Any, seed: int, killed: list[str], tmp_path: Path
+) -> None:
+    draw = random.Random(seed)
+    program = lp.Program("async")
+    servers, mirror_every = draw.choice([2, 3]), draw.choice([1, 1, 4])
+    save_every = draw.choice([None, 3])
+    options = {"replicas": 3, "backend": dp.Servers(servers), "mode": "async", "mirror_every": mirror_every}
+    dp.add_replicas(program, train_in_danger, str(tmp_path), 30, {}, save_every, on_failure="restart", **options)
+    run = launched(program, "process")
+    until(lambda: (tmp_path / "steps0").exists(), WITHIN_S)
+    time.sleep(draw.random() * 0.4)
+    for label in killed:
+        kill(run, (label, draw.randrange(len(program.groups[label]))))
+    run.wait(WITHIN_S)
+    assert_sum_of_all(tmp_path, 3, 30)

@@ -27,7 +27,7 @@ def nothing(replica: dp.Replica) -> None: ...
         ({"replicas": 2, "on_failure": "ignore"}, DataParallelError, "ignore"),
         ({"replicas": 2, "backend": "mpi"}, DataParallelError, "mpi"),
         ({"replicas": 2, "mode": "async"}, DataParallelError, "Servers"),
-        ({"replicas": 2, "backend": dp.Servers(2), "mode": "async", "on_failure": "restart"}, NotSupported, "async"),
+        ({"replicas": 2, "backend": dp.Servers(2), "mode": "async", "on_failure": "shrink"}, NotSupported, "shrink"),
         ({"replicas": 2, "backend": dp.Servers(0), "mode": "async"}, DataParallelError, "async"),
         ({"replicas": 2, "backend": dp.Servers(0, colocated=False)}, DataParallelError, "got 0"),
         ({"replicas": 2, "backend": dp.Servers(1, compression="topk")}, DataParallelError, "topk"),
