@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lp_pipe.connections.resource_limits import describe_error, is_limit_reached
 from lp_pipe.errors import LaunchError
+from lp_pipe.graph import GraphView
 from lp_pipe.launch import mixed, process
 from lp_pipe.launch.control import ControlPoint
 from lp_pipe.launch.coordination.coordinator import Coordinator
@@ -142,7 +143,13 @@ def start_run(
     if mode != "multi_host":
         check_channels_of_one_host(plan.edges)
     invocation = current_invocation()
-    sink_run = SinkRun(plan.folder, program.name, invocation.argv, invocation.program_flags)
+    sink_run = SinkRun(
+        plan.folder,
+        program.name,
+        invocation.argv,
+        invocation.program_flags,
+        graph=lambda: GraphView.of(program, mode).to_dict(),
+    )
     if options.otel or options.trace:
         check_is_not_traced("otel=True" if options.otel else "trace=True")
     exporter = OpenTelemetryExporter(program.name) if options.otel else None

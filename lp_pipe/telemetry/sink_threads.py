@@ -33,12 +33,17 @@ Sink = Callable[[MetricsRecord], object]
 
 @dataclass(frozen=True)
 class SinkRun:
-    """The facts of a run that a sink is told. argv: the command that launched it; flags: those of the program."""
+    """The facts of a run that a sink is told.
+
+    argv: the command that launched it; flags: those of the program. graph: returns the program's graph, as graph.json
+    has it; empty if there is none.
+    """
 
     folder: RunFolder = field(default_factory=lambda: RunFolder(Path()))
     program: str = ""
     argv: Sequence[str] = ()
     flags: Sequence[str] = ()
+    graph: Callable[[], Mapping[str, Any]] = dict
 
     def hyperparameters(self) -> dict[str, str]:
         """Return the flags of the form --name=value."""

@@ -67,6 +67,24 @@ def test_tensorboard_has_the_command_and_the_flags(tmp_path: Path) -> None:
     assert [scalar.step for scalar in found.Scalars("x")] == [-1]
 
 
+def test_tensorboard_has_the_programs_graph(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    program = lp.Program("demo")
+    server = program.add_node(lp.CourierNode(dict), label="odd label")
+    with program.group("users"):
+        for _ in range(2):
+            program.add_node(lp.PyNode(lambda server: lp.log_metrics({"x": 1.0}), server))
+    with lp.launch(program, "thread", run_dir=tmp_path, metrics_sinks=[lp.sinks.tensorboard()]):
+        pass
+    folders = [EventAccumulator(str(path)).Reload() for path in RunFolder(tmp_path).tensorboard.iterdir()]
+    (graph,) = [folder.Graph() for folder in folders if folder.Tags()["graph"]]
+    nodes = {node.name: node for node in graph.node}
+    assert sorted(nodes) == ["odd_label/0", "users/0", "users/1"]
+    assert nodes["odd_label/0"].op == "CourierNode" and nodes["odd_label/0"].attr["runs"].s == b"dict"
+    assert list(nodes["odd_label/0"].input) == ["users/0", "users/1"] and not nodes["users/0"].input
+
+
 def test_a_sink_that_hangs_delays_nothing_and_what_it_missed_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

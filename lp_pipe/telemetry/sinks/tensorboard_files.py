@@ -1,21 +1,24 @@
 """TensorBoard's event files, written without any package: records of a few fields in frames with checksums.
 
-Source: TensorFlow's core/lib/io/record_writer.h (frames), and TensorBoard's event.proto, summary.proto and
+Source: TensorFlow's core/lib/io/record_writer.h (frames), and TensorBoard's event.proto, summary.proto, graph.proto and
 plugins/hparams/plugin_data.proto (messages).
 """
 
 import itertools
 import os
+import re
 import socket
 import struct
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from lp_pipe.telemetry.file_names import file_name
 from lp_pipe.telemetry.file_writing import AppendOnlyFile
 from lp_pipe.telemetry.sink_threads import MetricsRecord, RunSink, SinkRun
 
 _file_numbers = itertools.count()
+_NOT_IN_A_NODE_NAME = re.compile(r"[^\w.\-/]", re.ASCII)  # of TensorFlow's
 
 
 class TensorBoardSink(RunSink):
@@ -55,6 +58,9 @@ class TensorBoardSink(RunSink):
             file.opened().write(_framed(_double(1, record.time) + _bytes(3, b"brain.Event:2")))
             for summary in _about(self._run, record.time):
                 file.opened().write(_framed(_event(record.time, summary)))
+            graph = self._run.graph() if len(self._files) == 1 else {}  # one is enough: it is that of all nodes
+            if graph:
+                file.opened().write(_framed(_double(1, record.time) + _bytes(4, _graph(graph))))
         return self._files[record.node]
 
     def __repr__(self) -> str:
@@ -100,6 +106,31 @@ def _hyperparameters(run: SinkRun, parameters: Mapping[str, str], now: float) ->
     started = entries + _bytes(4, run.folder.path.name.encode()) + _double(5, now)
     tensor = _varint_field(1, 1) + _bytes(2, b"")  # DT_FLOAT, empty: the reader wants some tensor
     return _bytes(1, b"_hparams_/session_start_info") + _metadata("hparams", _bytes(3, started)) + _bytes(8, tensor)
+
+
+def _graph(graph: Mapping[str, Any]) -> bytes:
+    """Return a program as a GraphDef, which the page "Graphs" draws: each group is a scope, users point to servers."""
+    users: dict[str, list[str]] = {}
+    for edge in graph["edges"]:
+        users.setdefault(edge["server"], []).append(edge["user"])
+    nodes = b"".join(
+        _bytes(1, _graph_node(node, [_graph_name(user) for user in users.get(node["name"], ())]))
+        for node in graph["nodes"]
+    )
+    return nodes + _bytes(4, _varint_field(1, 22))  # the version of the format
+
+
+def _graph_node(node: Mapping[str, Any], users: list[str]) -> bytes:
+    facts = {"runs": node["runs"], **{f"note {place}": note for place, note in enumerate(node.get("notes", ()))}}
+    attributes = b"".join(
+        _bytes(5, _bytes(1, name.encode()) + _bytes(2, _bytes(2, text.encode()))) for name, text in facts.items()
+    )
+    inputs = b"".join(_bytes(3, user.encode()) for user in users)
+    return _bytes(1, _graph_name(node["name"]).encode()) + _bytes(2, node["kind"].encode()) + inputs + attributes
+
+
+def _graph_name(node: str) -> str:
+    return _NOT_IN_A_NODE_NAME.sub("_", node).lstrip("/_-") or "node"
 
 
 def _protobuf_value(text: str) -> bytes:
