@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -41,6 +42,8 @@ DESCRIPTION = (
     "metrics, logs, the pipeline's timeline, hangs, experiments, checkpoints. The page is served to this host only, "
     "unless --host says otherwise."
 )
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of malloc.h
+
 USAGE = "lp_pipe ui [RUN|FOLDER] [--port N] [--open] [--read-only]"
 
 
@@ -81,6 +84,7 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
     if (arguments.cert is None) != (arguments.key is None):
         raise UsageError("--cert and --key belong together")
     find, places, single = _what(arguments.target)
+    _share_one_arena()
     if arguments.metrics_port is not None and single is None:
         raise UsageError("--metrics-port shows one run: name it")
     routes = Routes(find, places, single, is_read_only=arguments.read_only)
@@ -117,6 +121,18 @@ def run_command(arguments: argparse.Namespace, program_flags: Sequence[str]) -> 
         except KeyboardInterrupt:
             return 0
     return 0
+
+
+def _share_one_arena() -> None:
+    """Let all threads of this process allocate from one arena, and return large arrays to the system at once.
+
+    Each request has a thread. With glibc's arena for each of them, the process grows by 50 MB in an hour of metrics.
+    Other C libraries have no mallopt.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_ARENA_MAX, 1)
+        mallopt(_M_MMAP_THRESHOLD, 256 << 10)
 
 
 def _close_at_end_of_stdin(server: DashboardServer) -> None:

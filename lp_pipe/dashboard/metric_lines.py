@@ -18,7 +18,7 @@ _Words = NDArray[np.uint64]
 _Floats = NDArray[np.float64]
 SeriesKey = tuple[str, str]  # node, name
 
-_BLOCK_BYTES = 512 << 10  # what numpy makes of a block fits into a core's cache
+_BLOCK_BYTES = 1 << 20  # what numpy makes of a block fits into a core's cache
 _MARGIN = 64  # bytes before and after a block, so that words at its borders can be read
 _LONGEST_NAME = 64
 _LONGEST_NUMBER = 32
