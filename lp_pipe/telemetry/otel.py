@@ -1,10 +1,14 @@
 """Spans of a traced run as OpenTelemetry's, exported from the launcher. Needs the extra `otel`."""
 
+import logging
+import threading
 import time
 from typing import Any
 
 from lp_pipe.telemetry.tracing import STEP, TraceBatch
 
+_log = logging.getLogger(__name__)
+_LAST_SPANS_S = 5.0
 _CATEGORIES = ("call", "handler", STEP)
 
 
@@ -48,8 +52,15 @@ class OpenTelemetryExporter:
             exported.end(end)
 
     def close(self) -> None:
-        """Export what is left; takes 5 s at most."""
-        self._provider.force_flush(5000)
+        """Export what is left; takes 5 s at most, also if the collector does not answer."""
+        thread = threading.Thread(target=self._finish, name="OpenTelemetry's last spans", daemon=True)
+        thread.start()
+        thread.join(_LAST_SPANS_S)
+        if thread.is_alive():
+            _log.warning("OpenTelemetry: the last spans were not exported within %.0f s and are lost", _LAST_SPANS_S)
+
+    def _finish(self) -> None:
+        self._provider.force_flush(round(1000 * _LAST_SPANS_S))
         if self._own is not None:
             self._own.shutdown()
 
@@ -67,6 +78,10 @@ def _new_provider(program: str) -> Any:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    provider = TracerProvider(resource=Resource.create({"service.name": program}))
+    # The variables of the user come first; without any, `create` names the service "unknown_service".
+    resource = Resource.create()
+    if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
+        resource = resource.merge(Resource({"service.name": program}))
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `close` does, with a limit
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider

@@ -1,6 +1,7 @@
 """A traced run has the calls of all its nodes in one file; an untraced one pays nothing."""
 
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,42 @@ def test_calls_and_handlers_are_exported_beside_a_trace(mode: str, tmp_path: Pat
     assert sorted(found) == sorted(calls * 5)
     assert [one for one in events_of(tmp_path / "trace.json") if one.get("cat") == "call"]
     assert tracing.recorder is None
+
+
+def test_a_collector_gets_spans_by_the_usual_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    requests: list[tuple[str, Any]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            requests.append((self.headers["x-key"], ExportTraceServiceRequest.FromString(body)))
+            assert (self.path, self.headers["Content-Type"]) == ("/v1/traces", "application/x-protobuf")
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    program = lp.Program("demo")
+    server = program.add_node(lp.CourierNode(Server), label="server")
+    program.add_node(lp.PyNode(call, server), label="user")
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=secret")
+        lp.launch(program, "thread", otel=True).wait(WITHIN_S)
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+        lp.launch(program, "thread", otel=True).wait(WITHIN_S)
+        collector.shutdown()
+    assert [key for key, _ in requests] == ["secret"] * len(requests)
+    by_service: dict[str, list[Any]] = {}
+    for resource in (one for _, request in requests for one in request.resource_spans):
+        (service,) = [one.value.string_value for one in resource.resource.attributes if one.key == "service.name"]
+        by_service.setdefault(service, []).extend(span for scope in resource.scope_spans for span in scope.spans)
+    assert set(by_service) == {"demo", "mine"}
+    for spans in by_service.values():
+        assert sorted(span.name for span in spans) == ["server/0.add"] * 10
+        assert all(span.start_time_unix_nano <= span.end_time_unix_nano for span in spans)
