@@ -67,7 +67,7 @@ def iqm_curve(
 
 
 def run_curve(run_dir: Path | str, metric: str = "evaluator/return") -> list[CurvePoint]:
-    """Return a metric of a program's run over environment steps and time.
+    """Return a metric of a run over environment steps and time, of a program or of `run_experiment`.
 
     Raises:
         FileNotFoundError: the folder is not a run's, or its run logged no metric.
@@ -75,7 +75,8 @@ def run_curve(run_dir: Path | str, metric: str = "evaluator/return") -> list[Cur
     """
     folder = Path(run_dir)
     rows = _rows(folder / "metrics.jsonl")
-    start = min(float(row["time"]) for row in [*_rows(folder / "events.jsonl"), *rows])
+    events = _rows(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []  # of a program
+    start = min(float(row["time"]) for row in [*events, *rows])
     points = [
         CurvePoint(int(row["values"]["env_steps"]), float(row["time"]) - start, float(row["values"][metric]))
         for row in rows

@@ -27,6 +27,7 @@ from lp_pipe.programs.waiting import until_the_stop
 from lp_pipe.rl.environment_loop import EnvironmentLoop
 from lp_pipe.rl.experiment import Evaluation, ExperimentConfig, Inference, Rounds, Spec
 from lp_pipe.rl.inference import InferenceServer, RemotePolicy
+from lp_pipe.rl.metrics import ActorMetrics, LearnerMetrics, log_evaluation
 from lp_pipe.rl.repeated_deaths import RepeatedDeaths
 from lp_pipe.rl.rounds import (
     ActorRecord,
@@ -52,7 +53,6 @@ from lp_pipe.rl.run_experiment import (
 )
 from lp_pipe.rl.tree import row, stacked
 
-_LOG_EVERY_S = 1.0
 _STOP_PATIENCE_S = 2.0
 
 
@@ -312,7 +312,7 @@ class ExperimentLearner(GenerationServer):
         self._waiting: dict[int, Future[Any]] = {}  # by round, calls whose results are for `_good_enough`
         self._finishing: Future[Any] | None = None
         self._counts: dict[str, int] = {}
-        self._last_log = 0.0
+        self._metrics = LearnerMetrics(_log)
 
     async def begin(self, generation: str, number: int, needs_weights: bool) -> tuple[int, Any] | None:
         """Wait until an actor may begin a round; return learner steps and weights, or None: the experiment is over."""
@@ -412,7 +412,7 @@ class ExperimentLearner(GenerationServer):
                 self._ask(generation, number)
             elif self._lag is not None:
                 self._ask(generation, number)
-            self._log(age, is_last)
+            self._metrics.add(self._learner, self._counts, age, is_last)
             every = self._config.checkpoint_every
             if self._learner.steps // every > steps_before // every:
                 self._result_of(self._finishing)
@@ -486,16 +486,6 @@ class ExperimentLearner(GenerationServer):
         self._generation = generation
         self._changes.notify_from_outside()
 
-    def _log(self, age: int, is_last: bool) -> None:
-        if not is_last and time.monotonic() < self._last_log + _LOG_EVERY_S:
-            return
-        self._last_log = time.monotonic()
-        counts = self._counts
-        ratio = counts["samples"] / counts["inserts"] if counts["inserts"] else 0.0
-        metrics = {f"learner/{name}": value for name, value in self._learner.metrics.items()}
-        own = {"samples_per_insert": ratio, "weights_age": age, "env_steps": counts["env_steps"]}
-        lp.log_metrics({**metrics, **own}, step=counts["learner_steps"])
-
 
 @until_the_stop()
 def act(experiment: ExperimentConfig, spec: Spec, replay: Any, learner: Any, inference: Any) -> None:
@@ -520,8 +510,7 @@ class _Actor:
             self._network = make_network(experiment, spec)
         self._generation: str | None = None
         self._round = 0
-        self._last_log = 0.0
-        self._waited_s = 0.0
+        self._metrics = ActorMetrics(_log, experiment.observers)
 
     def act_for_a_generation(self) -> None:
         """Act until the generation ends, which raises StaleGeneration or Unavailable."""
@@ -544,11 +533,11 @@ class _Actor:
                 version = _result(self._learner.futures.begin(generation, start.number, needs_weights))
                 if version is None:
                     break
-                self._waited_s += time.perf_counter() - begun
+                self._metrics.waited_s += time.perf_counter() - begun
                 delivery = self._act(loop, start, *version)
                 begun = time.perf_counter()
                 start = _result(self._replay.futures.deliver(generation, self._index, start.number, delivery))
-                self._waited_s += time.perf_counter() - begun
+                self._metrics.waited_s += time.perf_counter() - begun
         finally:
             loop.close()
         self._generation = generation
@@ -560,22 +549,11 @@ class _Actor:
             if weights is not None:
                 self._network.load_state_dict(weights)
             delivery = act_round(loop, start, learner_steps)
-            self._log(loop, start, delivery)  # it calls observers, which may fail
+            self._metrics.add(loop, start, delivery)  # it calls observers, which may fail
         return delivery
 
     def _mark(self, actor_steps: int, episode: int, step: int, seed: int) -> None:
         self._deaths.at(self._round, actor_steps, episode, step, seed)
-
-    def _log(self, loop: EnvironmentLoop, start: RoundStart, delivery: Delivery) -> None:
-        now = time.monotonic()
-        if not delivery.episodes or now < self._last_log + _LOG_EVERY_S:
-            return
-        self._last_log = now
-        _, total, length = delivery.episodes[-1]
-        seconds = {f"actor/{name}_s": value for name, value in {**loop.seconds, "wait": self._waited_s}.items()}
-        observed = {name: value for one in self._config.observers for name, value in one.metrics().items()}
-        own = {"episode_return": total, "episode_length": length, "env_steps": start.env_steps}
-        lp.log_metrics({**observed, **seconds, **own}, step=start.env_steps)
 
 
 @until_the_stop()
@@ -596,12 +574,13 @@ def evaluate(experiment: ExperimentConfig, spec: Spec, learner: Any, counter: An
                 network.load_state_dict(weights)
                 returns = evaluator.returns(due)
             counter.add(generation, number, returns)
-            score = sum(returns) / len(returns)
-            lp.log_metrics(
-                {"evaluator/return": score, "env_steps": due.counts["env_steps"]}, step=due.counts["env_steps"]
-            )
+            log_evaluation(_log, due, returns)
         except (StaleGeneration, lp.Unavailable):
             has_stopped()
+
+
+def _log(metrics: Mapping[str, float], step: int) -> None:
+    lp.log_metrics(metrics, step=step)
 
 
 def _result(call: "Future[Any]") -> Any:

@@ -14,6 +14,7 @@ from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.errors import CheckpointError, NodeError
 from lp_pipe.rl.environment_loop import EnvironmentFailed, EnvironmentLoop, environment_seed, fitted, seed_sequence
 from lp_pipe.rl.experiment import ExperimentConfig, Network, Policy, Result, Rounds, Spec
+from lp_pipe.rl.metrics import ActorMetrics, LearnerMetrics, Log, log_evaluation
 from lp_pipe.rl.replay.rate_limiter import SampleToInsertRatio
 from lp_pipe.rl.replay.table import Table
 from lp_pipe.rl.rounds import (
@@ -28,12 +29,15 @@ from lp_pipe.rl.rounds import (
 )
 from lp_pipe.rl.tree import row, stacked
 from lp_pipe.rl.video import FilmedEnvironment, check_can_film
+from lp_pipe.telemetry.metrics import MetricsLog, as_numbers
+from lp_pipe.telemetry.run_folder import RunFolder
 
 
 def run_experiment(experiment: ExperimentConfig, num_actors: int = 1, run_dir: Path | str | None = None) -> Result:
     """Run an experiment whose actors take turns, and return what it led to.
 
-    run_dir: a folder for checkpoints. An experiment that was interrupted goes on from the newest one in it.
+    run_dir: a folder for checkpoints, metrics.jsonl and videos. An experiment that was interrupted goes on from the
+    newest checkpoint in it.
 
     Raises:
         NodeError: an environment failed; its message names actor, episode, step, seed and leaf.
@@ -63,8 +67,14 @@ class _Experiment:
         self._actors = [make_loop(experiment, spec, acting, *actor) for actor in enumerate(environments)]
         self._evaluator = Evaluator(experiment, spec, self._evaluated, run_dir)
         self._checkpoints: Checkpoints | None = None
+        self._metrics: MetricsLog | None = None
+        self._actor_metrics = [
+            ActorMetrics(self._log_of(f"actor/{index}"), experiment.observers) for index in range(num_actors)
+        ]
+        self._learner_metrics = LearnerMetrics(self._log_of("learner/0"))
         if run_dir is not None:
             keep_experiment(run_dir, experiment, spec)
+            self._metrics = MetricsLog(RunFolder(run_dir).metrics)
             self._checkpoints = Checkpoints(self._parts(), run_dir / "checkpoints")
             if self._checkpoints.restore() is not None:
                 for index, actor in enumerate(self._actors):
@@ -91,6 +101,8 @@ class _Experiment:
                 actor.close()
             if self._checkpoints is not None:
                 self._checkpoints.wait_until_written()
+            if self._metrics is not None:
+                self._metrics.close()
 
     def _act(self) -> None:
         """Let the actors take turns, each in its next round."""
@@ -102,13 +114,17 @@ class _Experiment:
             learner_steps, weights = self._learner.version_for(number)
             self._acting.load_state_dict(weights)
             with as_node_error("actor", index):
-                self._table.deliver(index, number, act_round(actor, start, learner_steps))
+                delivery = act_round(actor, start, learner_steps)
+            if self._metrics is not None:
+                self._actor_metrics[index].add(actor, start, delivery)
+            self._table.deliver(index, number, delivery)
 
     def _learn(self, number: int) -> None:
-        before = self._learner.steps
+        before, age = self._learner.steps, self._learner.steps - self._learner.version_for(number)[0]
         given = self._table.learn_from(number)
         self._table.finish(number, self._learner.learn(given.samples))
         counts = {**given.counts, "learner_steps": self._learner.steps}
+        self._learner_metrics.add(self._learner, counts, age, given.is_last)
         self._evaluations.add_round(number, counts, given.is_last)
         self._evaluate()
         every = self._config.checkpoint_every
@@ -120,7 +136,18 @@ class _Experiment:
         if (due := self._evaluations.next_due()) is not None:
             self._evaluated.load_state_dict(self._learner.versions[due.number][1])
             with as_node_error("evaluator", 0):
-                self._evaluations.add(due.number, self._evaluator.returns(due))
+                returns = self._evaluator.returns(due)
+            self._evaluations.add(due.number, returns)
+            log_evaluation(self._log_of("evaluator/0"), due, returns)
+
+    def _log_of(self, node: str) -> Log:
+        """Return what takes the metrics of a part, which is a node of that name in a distributed experiment."""
+
+        def log(metrics: Mapping[str, float], step: int) -> None:
+            if self._metrics is not None:
+                self._metrics.record(node, *as_numbers(metrics, step))
+
+        return log
 
     def _parts(self) -> dict[str, Any]:
         return {"learner": self._learner, "replay": SavedTable(self._table), "counter": self._evaluations}

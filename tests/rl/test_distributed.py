@@ -1,6 +1,7 @@
 """A distributed experiment has the result of one process, whatever the mode is and whatever dies."""
 
 import functools
+import json
 import os
 import time
 from pathlib import Path
@@ -38,6 +39,26 @@ def test_threads_have_the_result_of_one_process(actors: int, lag: int, no_leaks:
     found = run_distributed(experiment, actors, "thread", tmp_path)
     assert found.counts["env_steps"] == 103
     assert_same(found, rl.run_experiment(experiment, actors))
+
+
+def numbers_in(folder: Path) -> dict[str, set[str]]:
+    """Return the names of what each node has logged."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    names: dict[str, set[str]] = {}
+    for row in rows:
+        names.setdefault(row["node"], set()).update(row["values"])
+    return names
+
+
+def test_one_process_logs_the_metrics_of_a_program(no_leaks: None, tmp_path: Path) -> None:
+    run_distributed(config(), 2, "thread", tmp_path / "threads")
+    rl.run_experiment(config(), 2, run_dir=tmp_path / "single")
+    names = numbers_in(tmp_path / "single")
+    assert names == numbers_in(tmp_path / "threads")
+    assert set(names) == {"actor/0", "actor/1", "learner/0", "evaluator/0"}
+    assert all("env_steps" in of_node for of_node in names.values())
+    scores, same = (rl.run_curve(tmp_path / name) for name in ("single", "threads"))
+    assert [(point.env_steps, point.value) for point in scores] == [(point.env_steps, point.value) for point in same]
 
 
 def test_processes_have_the_result_of_one_process(no_leaks: None, tmp_path: Path) -> None:
