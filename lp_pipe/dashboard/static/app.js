@@ -1,6 +1,6 @@
 // The frame of the page: the chosen run, the links to pages, and whether the server and the launcher are there.
 
-import { clock, dateTime, h } from "/dom.js";
+import { clock, dateTime, empty, h } from "/dom.js";
 import { app, ask, choose, on, run } from "/data.js";
 import { graphPage } from "/graph.js";
 import { metricsPage } from "/metrics.js";
@@ -34,7 +34,7 @@ async function show() {
   main.replaceChildren();
   main.dataset.shown = name;
   if (run.key === null && !WITHOUT_RUN.includes(name)) {
-    main.append(h("p", { class: "empty" }, "There is no run here yet."));
+    main.append(empty("There is no run here yet.", "`lp_pipe launch TARGET` starts one."));
     document.body.dataset.ready = name;
     return;
   }

@@ -60,6 +60,12 @@ export function table(head, rows) {
     h("tbody", {}, ...rows)));
 }
 
+// What a page says where there is nothing yet: the first sentence, and how there will be something. `…` is code.
+export function empty(what, how = "") {
+  const parts = how.split("`").map((part, place) => (place % 2 ? h("code", {}, part) : part));
+  return h("div", { class: "empty" }, h("p", {}, what), how && h("p", { class: "faint" }, ...parts));
+}
+
 export function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }

@@ -1,6 +1,6 @@
 // Experiments: the table of trials, their learning curves, parallel coordinates, the best one, and what can be done.
 
-import { color, h, number, s, short, table } from "/dom.js";
+import { color, empty, h, number, s, short, table } from "/dom.js";
 import { app, ask, post, run } from "/data.js";
 import { WHOLE } from "/chart.js";
 
@@ -10,7 +10,7 @@ const INKS = 8;
 export async function experimentsPage(main, page) {
   const list = await ask("/api/experiments");
   if (!list.length) {
-    main.append(h("p", { class: "empty" }, "There is no experiment here. `lp_pipe experiment create` starts one."));
+    main.append(empty("There is no experiment here.", "`lp_pipe experiment create` starts one; its trials and their curves are shown here."));
     return;
   }
   const own = list.find((one) => run.info && one.run_dir === run.info.run_dir);

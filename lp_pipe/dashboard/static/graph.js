@@ -1,12 +1,13 @@
 // The program's graph with the states of its nodes, traffic and waits; and a panel for one node or one folded group.
 
-import { bytes, duration, h, number, s, short } from "/dom.js";
+import { bytes, duration, empty, h, number, s, short } from "/dom.js";
 import { ask, on, run } from "/data.js";
 import { Chart } from "/chart.js";
 
 const WORST = ["dead", "failed", "restarting", "starting", "stopped", "running", "finished"];
 const LOG_EVERY_MS = 500;
 const MAX_LINES = 2000;
+const LEAST_SCALE = 0.72; // a graph that would be smaller is scrolled
 
 function worst(names) {
   const found = names.map((name) => (run.states[name] || {}).state || "unknown");
@@ -28,11 +29,12 @@ export async function graphPage(main, page) {
   const stage = h("div", { class: "stage scroll" });
   main.append(h("div", { class: "graph" }, stage, panel));
   if (!scene) {
-    stage.append(h("p", { class: "empty" }, "The folder of this run has no graph.json."));
+    stage.append(empty("The folder of this run has no graph.json.", "Its metrics, hangs and checkpoints are on the other pages."));
     return;
   }
   const drawing = draw(scene, (card, label) => openPanel(panel, card, label, page));
   stage.append(drawing.svg);
+  stage.scrollLeft = (stage.scrollWidth - stage.clientWidth) / 2;
   drawing.states();
   drawing.live();
   page.onLeave(on("states", drawing.states));
@@ -49,6 +51,7 @@ function draw(scene, choose) {
     class: "program", width: scene.width + 2 * margin, height: scene.height + 2 * margin,
     viewBox: `${-margin} ${-margin} ${scene.width + 2 * margin} ${scene.height + 2 * margin}`, role: "img",
   });
+  svg.style.minWidth = `${LEAST_SCALE * (scene.width + 2 * margin)}px`;
   const marker = (id) => s("marker", {
     id, viewBox: "0 0 10 10", refX: 9, refY: 5, markerWidth: 9, markerHeight: 9,
     markerUnits: "userSpaceOnUse", orient: "auto-start-reverse",
@@ -63,10 +66,11 @@ function draw(scene, choose) {
     const path = s("path", {
       class: "edge", d: curve.path, "marker-end": "url(#arrow)", "marker-start": curve.is_mutual && "url(#arrow)",
     });
-    const title = s("title", {}, curve.edges.slice(0, 20).map(([user, server]) => `${user} → ${server}`).join("\n"));
+    const names = curve.edges.slice(0, 20).map(([user, server]) => `${user} → ${server}`).join("\n");
+    const title = s("title", {}, names);
     path.append(title);
     svg.append(path);
-    labels.push({ curve, path, text: null });
+    labels.push({ curve, path, title, names, text: null });
   }
   const cards = [];
   const centre = new Map();
@@ -117,7 +121,35 @@ function drawCard(svg, box, card, centre, choose) {
   };
 }
 
+// Labels of edges are tried at these parts of their length, on both sides, until one overlaps no other.
+const PLACES = [0.5, 0.35, 0.65, 0.22, 0.78];
+
+function overlaps(a, b) {
+  return a.x < b.x + b.width && b.x < a.x + a.width && a.y < b.y + b.height && b.y < a.y + a.height;
+}
+
+function placeLabels(labels) {
+  const placed = [];
+  for (const label of labels) {
+    if (!label.text || !label.text.textContent) continue;
+    const width = 6 * label.text.textContent.length, length = label.length;
+    // There is no room between neighbouring cards, but below them.
+    const shifts = length < 90 ? [34] : [-4, 12];
+    const rects = shifts.flatMap((shift) => PLACES.map((share) => {
+      const at = label.path.getPointAtLength(share * length);
+      return { x: at.x - width / 2, y: at.y + shift - 10, width, height: 12 };
+    }));
+    const found = rects.find((rect) => !placed.some((one) => overlaps(one, rect)));
+    label.text.classList.toggle("crowded", !found); // it is in the edge's title
+    if (!found) continue;
+    placed.push(found);
+    label.text.setAttribute("x", found.x + width / 2);
+    label.text.setAttribute("y", found.y + 10);
+  }
+}
+
 function traffic(labels, svg) {
+  let isChanged = false;
   const rates = new Map(run.edges.map((one) => [`${one.user}\n${one.server}`, one]));
   for (const label of labels) {
     let calls = 0, size = 0;
@@ -130,16 +162,16 @@ function traffic(labels, svg) {
     const text = parts.filter(Boolean).join(" · ");
     if (!text && !label.text) continue;
     if (!label.text) {
-      const length = label.path.getTotalLength();
-      const at = label.path.getPointAtLength(length / 2);
-      // There is no room between neighbouring cards, but below them.
-      const isBetweenCards = length < 90 && Math.abs(label.path.getPointAtLength(0).y - at.y) < 1;
-      label.text = s("text", { class: "traffic", x: at.x, y: isBetweenCards ? at.y + 34 : at.y - 4 });
+      label.length = label.path.getTotalLength();
+      label.text = s("text", { class: "traffic" });
       svg.append(label.text);
     }
+    isChanged = isChanged || Math.abs(label.text.textContent.length - text.length) > 1;
     if (label.text.textContent !== text) label.text.textContent = text;
+    label.title.textContent = `${label.names}\n${text}`;
     label.path.classList.toggle("busy", calls > 0 || size > 0);
   }
+  if (isChanged) placeLabels(labels);
 }
 
 function waits(above, centre) {
@@ -222,7 +254,7 @@ async function nodePanel(panel, node, close) {
   leaves.push(follower.stop);
   await follower.first;
   const names = (await ask("/api/names", { run: run.key })).filter((one) => one.node === node).slice(0, 6);
-  if (!names.length) charts.append(h("p", { class: "faint" }, "none"));
+  if (!names.length) charts.append(h("p", { class: "faint" }, "This node has logged no metrics."));
   for (const one of names) {
     const chart = new Chart(charts, one.name, [[node, one.name]], { height: 130 });
     leaves.push(() => chart.close());
@@ -276,7 +308,7 @@ export function followLog(log, node) {
   function render() {
     log.textContent = lines.join("\n");
     if (start > 0) log.prepend(older);
-    if (!lines.length) log.textContent = "nothing yet";
+    if (!lines.length) log.textContent = "This node has printed nothing yet.";
   }
   return { first: look(), stop: () => { isOver = true; clearTimeout(timer); } };
 }

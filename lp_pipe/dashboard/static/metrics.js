@@ -1,6 +1,6 @@
 // Plots of all metrics: one for each name, with the nodes that logged it.
 
-import { h } from "/dom.js";
+import { empty, h } from "/dom.js";
 import { ask, on, run } from "/data.js";
 import { Chart, redraw, settings } from "/chart.js";
 
@@ -58,7 +58,7 @@ export async function metricsPage(main, page) {
       next.set(key, made);
     }
     charts = next;
-    if (!charts.size) grid.append(h("p", { class: "empty" }, known.length ? "No name matches." : "No node has logged metrics yet."));
+    if (!charts.size) grid.append(known.length ? empty("No name matches.") : empty("No node has logged metrics yet.", "`lp.log_metrics({\"loss\": 0.5}, step=1)` in a node draws a point here."));
   }
 
   arrange();

@@ -1,6 +1,6 @@
 // The pages that are lists: hangs, runs and checkpoints.
 
-import { bytes, clock, dateTime, duration, h, number, short, table } from "/dom.js";
+import { bytes, clock, dateTime, duration, empty, h, number, short, table } from "/dom.js";
 import { ask, on, run } from "/data.js";
 
 export async function hangsPage(main, page) {
@@ -12,18 +12,18 @@ export async function hangsPage(main, page) {
     stacks.textContent = "asking every node …";
     try { stacks.textContent = (await ask("/api/stacks", { run: run.key })).text; } catch (error) { stacks.textContent = error.message; }
   } }, "stacks now");
-  main.append(h("h2", {}, "Waits now"), now, h("div", { class: "bar" }, run.info.state === "running" ? button : ""), stacks, h("h2", {}, "Reported"), past);
+  main.append(h("div", { class: "bar" }, h("h2", {}, "Waits now"), run.info.state === "running" ? button : ""), now, stacks, h("h2", {}, "Reported"), past);
   const showNow = () => {
     const waits = run.waits.map((one) => one.text);
     const rows = waits.length ? waits : Object.entries(run.states).filter(([, row]) => row.waiting).map(([node, row]) => `${node} has waited ${row.waiting}`);
-    now.replaceChildren(...(rows.length ? rows.map((text) => h("p", { class: "wait-line" }, text)) : [h("p", { class: "empty" }, run.info.state === "running" ? "No node waits for long." : "The run is not live.")]));
+    now.replaceChildren(...(rows.length ? rows.map((text) => h("p", { class: "wait-line" }, text)) : [run.info.state === "running" ? empty("No node waits for long.") : empty("The run is not live, so no node waits.")]));
   };
   const showPast = async () => {
     const found = await ask("/api/hangs", { run: run.key });
     if (!page.isCurrent()) return;
     const rows = found.hangs.slice().reverse().map((one) => h("section", { class: one.is_deadlock ? "hang deadlock" : "hang" },
       h("strong", {}, `${clock(one.time)} · ${(one.nodes || [one.node]).join(", ")}`), h("pre", {}, one.text || "")));
-    past.replaceChildren(...(rows.length ? rows : [h("p", { class: "empty" }, "No hang was reported.")]),
+    past.replaceChildren(...(rows.length ? rows : [empty("No hang was reported.", "Nodes that wait for each other for longer than `--hang-after` are listed here, with their stacks.")]),
       found.text ? h("details", {}, h("summary", {}, "hangs.log: reports and the stacks at that moment"), h("pre", { class: "log" }, found.text)) : "");
   };
   showNow();
@@ -36,7 +36,7 @@ export async function hangsPage(main, page) {
 export async function runsPage(main, page) {
   const found = await ask("/api/runs");
   if (!found.runs.length) {
-    main.append(h("p", { class: "empty" }, "There is no run here. `lp_pipe launch TARGET` starts one."));
+    main.append(empty("There is no run here.", "`lp_pipe launch TARGET` starts one."));
     return;
   }
   main.append(table(["run", "state", "program", "mode", "started", "took", "exit", "commit", "command"], found.runs.map((one) => h("tr", {
@@ -56,7 +56,7 @@ export async function checkpointsPage(main, page) {
     const found = await ask("/api/checkpoints", { run: run.key });
     if (!page.isCurrent()) return;
     if (!found.length) {
-      main.replaceChildren(h("p", { class: "empty" }, "There is no checkpoint in the run's folder."));
+      main.replaceChildren(empty("There is no checkpoint in the run's folder.", "A program that saves with `lp_pipe.checkpoint` has its checkpoints here; `lp_pipe launch --resume RUN` continues from the newest."));
       return;
     }
     main.replaceChildren(table(["checkpoint", "step", "saved", "size", "files", "parts", "metrics"], found.map((one) => h("tr", { "data-checkpoint": one.name },

@@ -1,10 +1,12 @@
 // The timeline of a pipeline's steps, from a trace: each worker's actions, the bubbles between, and the predicted order.
 
-import { color, h } from "/dom.js";
+import { color, empty, h } from "/dom.js";
 import { app, ask, post, run } from "/data.js";
+import { WHOLE } from "/chart.js";
 
 const ROW = 22;
 const LEFT = 150;
+const AXIS = 18;
 const KINDS = [["forward", "--ink-0"], ["backward", "--ink-1"], ["transfer", "--ink-2"], ["send", "--ink-2"], ["receive", "--ink-2"],
   ["reduce", "--ink-3"], ["wait", "--line"], ["call", "--ink-4"], ["step", "--ink-5"], ["optim", "--ink-5"]];
 
@@ -50,8 +52,8 @@ export async function timelinePage(main, page) {
     body.replaceChildren();
     if (found.tracks.length) addChoices(bar, found.tracks, body, page);
     if (!found.traces.length || !found.tracks.length) {
-      body.append(h("p", { class: "empty" }, found.error ? `${found.name} ${found.error}` :
-        "No step was traced. `lp_pipe trace RUN`, `lp_pipe launch --trace` and the trace button write traces."));
+      body.append(found.error ? empty(`${found.name} ${found.error}`) :
+        empty("No step was traced.", "`lp_pipe trace RUN`, `lp_pipe launch --trace` and the trace button of a live run write traces."));
     }
   }
   await load();
@@ -77,12 +79,31 @@ function addChoices(bar, tracks, body, page) {
     const expected = rangeOf(predicted);
     const size = Math.max(range[1] - range[0], predicted.length ? expected[1] - expected[0] : 0);
     body.replaceChildren();
+    body.append(legend(shown));
     if (measured.length) body.append(drawTimeline("measured", measured, range, size, page));
     if (predicted.length) body.append(drawTimeline([...new Set(predicted.map((one) => one.process))].join(", "), predicted, expected, size, page));
   };
   select.addEventListener("change", draw);
   all.addEventListener("change", draw);
   draw();
+}
+
+// The colours of what is shown.
+function legend(tracks) {
+  const names = new Map();
+  for (const track of tracks) {
+    for (const span of track.spans) {
+      if (!isWork(span)) continue;
+      const kind = KINDS.find(([kind]) => span[2].toLowerCase().includes(kind));
+      names.set(kind ? kind[0] : "other", inkOf(span[2]));
+    }
+  }
+  const items = [...names, ["bubble", color("--bubble")]].map(([name, ink]) => {
+    const swatch = h("i", {});
+    swatch.style.background = ink;
+    return h("span", {}, swatch, name);
+  });
+  return h("p", { class: "inks faint" }, ...items);
 }
 
 const isPredicted = (track) => /predict/i.test(track.process);
@@ -124,7 +145,7 @@ function drawTimeline(title, tracks, range, size, page) {
   const box = h("section", { class: "timelines" }, h("h3", {}, `${title} · ${((range[1] - range[0]) / 1000).toFixed(1)} ms`),
     h("div", { class: "timeline-box" }, names, canvas), tip);
   const draw = () => {
-    const width = Math.max(200, canvas.parentElement.clientWidth - LEFT), height = tracks.length * ROW;
+    const width = Math.max(200, canvas.parentElement.clientWidth - LEFT), height = tracks.length * ROW + AXIS;
     const scale = window.devicePixelRatio || 1;
     canvas.width = width * scale;
     canvas.height = height * scale;
@@ -146,11 +167,19 @@ function drawTimeline(title, tracks, range, size, page) {
         paint.fillRect(left, row * ROW + 1, size, ROW - 3);
         if (isBusy && size > 16) {
           paint.fillStyle = onInk;
-          const mark = span[3].microbatch;
-          paint.fillText(mark === undefined ? span[2].slice(0, Math.floor(size / 6)) : String(mark), left + 3, row * ROW + 14);
+          const mark = span[3].microbatch === undefined ? span[2] : String(span[3].microbatch);
+          if (paint.measureText(mark).width < size - 5) paint.fillText(mark, left + 3, row * ROW + 14);
         }
       }
     });
+    paint.fillStyle = color("--faint");
+    const most = Math.max(3, Math.floor(width / 90)), each = (view[1] - view[0]) / most;
+    const step = WHOLE.map((one) => one / 1000).find((one) => one >= each) || each;
+    for (let tick = Math.ceil((view[0] - low) / step) * step; tick <= view[1] - low; tick += step) {
+      const text = `${Number((tick / 1000).toPrecision(6))} ms`, left = at(low + tick);
+      paint.fillRect(left, height - AXIS, 1, 4);
+      if (left + 3 + paint.measureText(text).width < width) paint.fillText(text, left + 3, height - 5);
+    }
   };
   const spanAt = (event) => {
     const rect = canvas.getBoundingClientRect();
