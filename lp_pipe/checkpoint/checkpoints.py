@@ -22,7 +22,7 @@ from lp_pipe.telemetry.run_folder import RunFolder
 
 _log = logging.getLogger(__name__)
 
-_Write = Future[list[str]] | Future[None]
+_Write = Future[dict[str, str]] | Future[list[str]] | Future[None]
 
 
 class Checkpoints:
@@ -326,7 +326,7 @@ class Checkpoints:
         try:
             written = {name: _files_of(self._names[name], writes.get(name)) for name in self._parts}
             check_is_shared(aside, written)
-            saved = folders.finish(aside, step, written, metrics)
+            saved = folders.finish(aside, step, written, metrics, digests=self._digests_of(writes))
             self._tell("checkpoint", step=saved.step, path=str(saved.path))
             folders.prune(self.folder, step, self._keep, self._ranking.kept(self.folder))
         except Exception as error:  # parts are user code; the thread that waits for this write raises the error
@@ -335,6 +335,12 @@ class Checkpoints:
                 self._failed(step, error)
             except CheckpointError as failure:
                 self._error = failure
+
+    def _digests_of(self, writes: "dict[str, _Write]") -> dict[str, str]:
+        """Return the sha256 of those files of which the parts know it."""
+        results = {self._names[name]: write.result() for name, write in writes.items()}
+        known = {name: result for name, result in results.items() if isinstance(result, dict)}
+        return {f"{name}/{file}": sha256 for name, files in known.items() for file, sha256 in files.items()}
 
     def _tell(self, event: str, **facts: Any) -> None:
         """Add an event to the run's event log, if this is part of a run."""

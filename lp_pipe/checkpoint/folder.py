@@ -36,6 +36,7 @@ MANIFEST = "manifest.json"
 _FORMAT = 1
 _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}\d{{8,}}")
+_ASIDE = re.compile(rf"\.({_NAME.pattern})\.\d+")
 _BEFORE = ".before"
 _STATE = ".state"
 
@@ -153,23 +154,34 @@ def begin(folder: Path, step: int) -> Path:
     return aside
 
 
+def finished_path(aside: Path) -> Path:
+    """Return where a folder that `begin` returned is, once its checkpoint is finished; another folder stays."""
+    found = _ASIDE.fullmatch(aside.name)
+    return aside.with_name(found[1]) if found else aside
+
+
 def finish(
     aside: Path,
     step: int,
     written: Mapping[str, Collection[str]],
     metrics: Mapping[str, float] | None = None,
     *,
+    digests: Mapping[str, str] | None = None,
     is_flushed: bool = True,
 ) -> Checkpoint:
     """Flush all files to the disk, write the manifest and rename the folder; replaces a checkpoint of the same step.
 
-    written: by name of a part, the files and folders that must exist. is_flushed: False leaves the flush to a later
-    `flush`; until then the checkpoint survives the death of processes, but not a crash of the machine.
+    written: by name of a part, the files and folders that must exist. digests: the sha256 of files of which it is known
+    already. is_flushed: False leaves the flush to a later `flush`; until then the checkpoint survives the death of
+    processes, but not a crash of the machine.
 
     Raises:
         OSError: as `begin`; or another program has deleted a file that was written.
     """
-    files = {name: (os.path.getsize(aside / name), _sha256(aside / name)) for name in _files_of(aside)}
+    known = digests or {}
+    files = {
+        name: (os.path.getsize(aside / name), known.get(name) or _sha256(aside / name)) for name in _files_of(aside)
+    }
     gone = [aside / name for names in written.values() for name in names if name not in files]
     _check_are_folders(gone)  # files that are deleted after this are reported by `damage`
     parts = tuple(written)

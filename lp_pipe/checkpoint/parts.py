@@ -22,10 +22,12 @@ class SavesItself(Protocol):
     If it is the state of one node, its attribute `courier_client` is that node's client.
     """
 
-    def save_async(self, path: Path) -> "Future[list[str]] | Future[None]":
+    def save_async(self, path: Path) -> "Future[dict[str, str]] | Future[list[str]] | Future[None]":
         """Copy the state in memory and return a future of its write, which ends once the state is written.
 
-        If the future's result is a list of file names, the checkpoint checks that these files exist.
+        If the future's result is a list of file names, the checkpoint checks that these files exist. If it is a dict of
+        their sha256 by name, the checkpoint does not read them for their checksums either. `PartFiles` writes files so
+        that those which have not changed since the checkpoint before cost no write.
         """
 
     def load(self, path: Path) -> None:

@@ -1,0 +1,118 @@
+"""A part's files that have not changed are links to those of the checkpoint before, and all checkpoints stay whole."""
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lp_pipe.checkpoint import Checkpoints, PartFile, PartFiles, checkpoints_in, open_checkpoint
+
+
+class Blocks:
+    """A part of several blocks of bytes, which counts those that it writes."""
+
+    def __init__(self) -> None:
+        self.blocks = {f"block-{number}": (0, bytes([number]) * 1000) for number in range(5)}
+        self.written: list[str] = []
+        self._files = PartFiles()
+
+    def change(self, name: str) -> None:
+        version, contents = self.blocks[name]
+        self.blocks[name] = version + 1, contents[1:] + b"x"
+
+    def save_async(self, path: Path) -> "Future[dict[str, str]]":
+        self.written = []
+        done: Future[dict[str, str]] = Future()
+        done.set_result(self._files.write(path, {name: self._file(name) for name in self.blocks}))
+        return done
+
+    def _file(self, name: str) -> PartFile:
+        version, contents = self.blocks[name]
+
+        def write() -> bytes:
+            self.written.append(name)
+            return contents
+
+        return PartFile(version, write)
+
+    def load(self, path: Path) -> None:
+        self.blocks = {file.name: (-1, file.read_bytes()) for file in sorted(path.iterdir())}
+
+
+def contents_of(blocks: Blocks) -> list[bytes]:
+    return [contents for _, contents in blocks.blocks.values()]
+
+
+def test_only_files_of_another_version_are_written(tmp_path: Path) -> None:
+    part, other = Blocks(), Blocks()
+    checkpoints = Checkpoints({"blocks": part}, tmp_path, keep=1)
+    checkpoints.save(1)
+    assert len(part.written) == 5
+    part.change("block-3")
+    checkpoints.save(2)
+    assert part.written == ["block-3"]
+    checkpoints.save(3)
+    checkpoints.save(3)  # again, which replaces it
+    assert not part.written and [path.name for path in checkpoints_in(tmp_path)] == ["step-00000003"]
+    assert not open_checkpoint(tmp_path / "step-00000003").damage()
+    Checkpoints({"blocks": other}, tmp_path).restore()
+    assert contents_of(other) == contents_of(part)
+
+
+@pytest.mark.parametrize("what", ["deleted", "changed", "no links", "copied"])
+def test_a_file_that_cannot_be_linked_is_written_again(what: str, tmp_path: Path, monkeypatch: Any) -> None:
+    part = Blocks()
+    checkpoints = Checkpoints({"blocks": part}, tmp_path)
+    checkpoints.save(1)
+    folder = tmp_path / "step-00000001" / "blocks"
+    if what == "deleted":
+        shutil.rmtree(folder.parent)
+    elif what == "changed":
+        (folder / "block-2").write_bytes(bytes(1000))
+    elif what == "copied":
+        os.rename(folder, tmp_path / "away")
+        shutil.copytree(tmp_path / "away", folder)
+    else:
+
+        def refuse(*_: Any) -> None:
+            raise PermissionError("no links here")
+
+        monkeypatch.setattr(os, "link", refuse)
+    checkpoints.save(2)
+    assert part.written == (["block-2"] if what == "changed" else list(part.blocks))
+    assert not open_checkpoint(tmp_path / "step-00000002").damage()
+    checkpoints.save(3)
+    assert (not part.written) == (what != "no links")
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lp_pipe.checkpoint import Checkpoints, PartFile
+from tests.checkpoint.test_part_files import Blocks
+
+part = Blocks()
+checkpoints = Checkpoints({"blocks": part}, Path(sys.argv[1]))
+checkpoints.save(1)
+part.blocks["block-4"] = 1, b""
+part._file = lambda name: PartFile(part.blocks[name][0], lambda: os.kill(os.getpid(), signal.SIGKILL))
+checkpoints.save(2)
+"""
+
+
+def test_a_kill_during_a_checkpoint_leaves_the_one_before_whole(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], cwd=Path(__file__).parents[2], check=False)
+    assert killed.returncode == -9
+    (half,) = tmp_path.glob(".step-*")
+    assert len(list((half / "blocks").iterdir())) == 4  # linked to those of the checkpoint before
+    part = Blocks()
+    checkpoints = Checkpoints({"blocks": part}, tmp_path)
+    found = checkpoints.restore()
+    assert found is not None and found.step == 1 and contents_of(part) == contents_of(Blocks())
+    checkpoints.save(2)
+    assert not half.exists() and not [path for path in checkpoints_in(tmp_path) if open_checkpoint(path).damage()]
