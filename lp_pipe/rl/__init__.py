@@ -33,6 +33,7 @@ from lp_pipe.rl.experiment import Spec as Spec
 from lp_pipe.rl.experiment import Update as Update
 from lp_pipe.rl.experiment import VariableClient as VariableClient
 from lp_pipe.rl.replay.node import ReplayNode as ReplayNode
+from lp_pipe.rl.replay.node import ReplayPart as ReplayPart
 from lp_pipe.rl.replay.rate_limiter import MinSize as MinSize
 from lp_pipe.rl.replay.rate_limiter import RateLimiter as RateLimiter
 from lp_pipe.rl.replay.rate_limiter import SampleToInsertRatio as SampleToInsertRatio

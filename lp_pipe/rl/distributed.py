@@ -29,6 +29,8 @@ from lp_pipe.rl.experiment import Evaluation, ExperimentConfig, Inference, Round
 from lp_pipe.rl.inference import InferenceServer, RemotePolicy
 from lp_pipe.rl.metrics import ActorMetrics, LearnerMetrics, log_evaluation
 from lp_pipe.rl.repeated_deaths import RepeatedDeaths
+from lp_pipe.rl.replay.node import ReplayPart
+from lp_pipe.rl.replay.snapshot import Snapshots
 from lp_pipe.rl.rounds import (
     ActorRecord,
     Delivery,
@@ -40,8 +42,7 @@ from lp_pipe.rl.rounds import (
     RoundStart,
     act_round,
     make_table,
-    read_table_state,
-    write_table_state,
+    read_table,
 )
 from lp_pipe.rl.run_experiment import (
     Evaluator,
@@ -116,7 +117,7 @@ class ExperimentReplay(GenerationServer):
     def __init__(self) -> None:
         super().__init__()
         self._table: ExperimentTable | None = None
-        self._copied: Any = None
+        self._snapshots = Snapshots()
 
     async def open(self, generation: str, options: ExperimentOptions) -> bool:
         """Begin a generation; return whether the last round was learned."""
@@ -173,45 +174,25 @@ class ExperimentReplay(GenerationServer):
         """Return the counts of the table."""
         return {"replay": {} if self._table is None else self._table.table.info()}
 
-    async def copy_state(self) -> None:
-        """Copy all that depends on the past in memory, for `write_copy`."""
-        self._copied = None if self._table is None else self._table.state_dict()
+    async def take_snapshot(self) -> None:
+        """Take all that depends on the past as it is now, for `write_snapshot`."""
+        table = self._table
+        self._snapshots.take(None if table is None else table.own_state(), [] if table is None else [table.table])
 
-    def write_copy(self, path: Path) -> list[str]:
-        """Write the copy into a new folder; return the names of the files. The table goes on meanwhile."""
-        copied, self._copied = self._copied, None
-        return write_table_state(path, copied)
+    def write_snapshot(self, path: Path) -> dict[str, str]:
+        """Write the snapshot into a new folder; return the sha256 of the files. The table goes on meanwhile."""
+        return self._snapshots.write(path)
 
-    async def load_state_dict(self, path: str) -> None:
+    async def load_state_dict(self, path: Path) -> None:
         """Continue from the state in a folder, in the next generation."""
         self._generation, self._table = None, None
-        state = read_table_state(Path(path))
-        if state is not None:
-            self._table = make_table(state["options"])
-            self._table.load_state_dict(state)
+        self._table = read_table(path)
         self._changes.notify()
 
     @property
     def _opened(self) -> ExperimentTable:
         assert self._table is not None, "calls with a generation come after `open`"
         return self._table
-
-
-class ReplayPart:
-    """The replay node as a part of checkpoints. It writes its state itself, while the experiment goes on."""
-
-    def __init__(self, client: Any) -> None:
-        self.courier_client = client
-
-    def save_async(self, path: Path) -> "Future[list[str]]":
-        """Return once the state is copied in memory, with a future of its write."""
-        self.courier_client.copy_state()
-        written: Future[list[str]] = self.courier_client.futures.write_copy(path)
-        return written
-
-    def load(self, path: Path) -> None:
-        """Let the node read its state."""
-        self.courier_client.load_state_dict(str(path))
 
 
 class ExperimentCounter(GenerationServer):

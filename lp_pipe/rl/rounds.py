@@ -7,13 +7,13 @@ in one thread, the nodes of `make_distributed_experiment` each in its own proces
 import copy
 import hashlib
 import math
-import pickle
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +22,10 @@ from lp_pipe.errors import CheckpointError
 from lp_pipe.rl.environment_loop import EnvironmentLoop, EpisodeReturn, LoopState, seed_sequence
 from lp_pipe.rl.experiment import Builder, Evaluation, Free, Learner, Network, Rounds, Spec
 from lp_pipe.rl.replay.rate_limiter import SampleToInsertRatio
+from lp_pipe.rl.replay.snapshot import Snapshots, read_snapshots
 from lp_pipe.rl.replay.table import Sample, Table, TableState
 from lp_pipe.rl.tree import concatenated, leaves_of, row
+from lp_pipe.rpc.daemon_pool import settle
 
 
 @dataclass(frozen=True)
@@ -143,20 +145,24 @@ class ExperimentTable(ABC):
             raise CheckpointError(f"the checkpoint and the program are of different experiments: {values}")
 
     def state_dict(self) -> dict[str, Any]:
-        own = {name: copy.copy(getattr(self, name)) for name in self._STATE}
-        return {**own, "table": self.table.state_dict()}
+        return {**self.own_state(), "table": self.table.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state.
+    def own_state(self) -> dict[str, Any]:
+        """Return the state without the table's."""
+        return {name: copy.copy(getattr(self, name)) for name in self._STATE}
+
+    def load(self, path: Path) -> None:
+        """Continue from the state in a folder.
 
         Raises:
             CheckpointError: it is of an experiment with other options.
         """
-        self.check(state["options"])
+        own, tables = read_snapshots(path)
+        self.check(own["options"])
         for name in self._STATE:
             if name != "options":
-                setattr(self, name, copy.copy(state[name]))
-        self.table.load_state_dict(state["table"])
+                setattr(self, name, own[name])
+        self.table.load_segments(tables[0], path, 0)
 
     def _is_new(self, actor: int, number: int, delivery: Delivery) -> bool:
         """Keep the state of an actor after its next round; return False if it was delivered before."""
@@ -244,9 +250,9 @@ class RoundsTable(ExperimentTable):
         del self._steps_before[number]
         return self._sample(self._num_samples(self.table.inserts - before))
 
-    def state_dict(self) -> dict[str, Any]:
+    def own_state(self) -> dict[str, Any]:
         deliveries = {number: dict(one) for number, one in self._deliveries.items()}  # those of a round still grow
-        return {**super().state_dict(), "_deliveries": deliveries}
+        return {**super().own_state(), "_deliveries": deliveries}
 
     def _env_steps_before(self, number: int) -> int | None:
         """Return the steps of all actors before a round; None: not known yet."""
@@ -376,34 +382,33 @@ class SavedTable:
 
     def __init__(self, table: ExperimentTable | None = None) -> None:
         self._table = table
+        self._snapshots = Snapshots()
         self.state: Any = None
 
-    def save_async(self, path: Path) -> "Future[list[str]]":
-        written: Future[list[str]] = Future()
-        written.set_result(write_table_state(path, self._table.state_dict() if self._table is not None else None))
+    def save_async(self, path: Path) -> "Future[dict[str, str]]":
+        """Take the state of this moment; write it in a thread."""
+        assert self._table is not None
+        self._snapshots.take(self._table.own_state(), [self._table.table])
+        written: Future[dict[str, str]] = Future()
+        Thread(target=settle, args=(written, lambda: self._snapshots.write(path)), name="checkpoint of a table").start()
         return written
 
     def load(self, path: Path) -> None:
-        """Read the state; continue from it if there is a table."""
-        self.state = read_table_state(path)
-        if self._table is not None and self.state is not None:
-            self._table.load_state_dict(self.state)
+        """Continue from the state in a folder; if there is no table, keep the state."""
+        if self._table is not None:
+            self._table.load(path)
+        elif (table := read_table(path)) is not None:
+            self.state = table.state_dict()
 
 
-def write_table_state(path: Path, state: Any) -> list[str]:
-    """Write the state of a table, or None, into a new folder; return the names of the files."""
-    path.mkdir()
-    with (path / _TABLE_FILE).open("wb") as file:
-        pickle.dump(state, file, protocol=5)
-    return [_TABLE_FILE]
-
-
-def read_table_state(path: Path) -> Any:
-    """Unpickle what `write_table_state` wrote."""
-    return pickle.loads((path / _TABLE_FILE).read_bytes())
-
-
-_TABLE_FILE = "table.pickle"
+def read_table(path: Path) -> ExperimentTable | None:
+    """Return the table in a folder of a checkpoint; None: there was no table yet."""
+    own, _ = read_snapshots(path)
+    if own is None:
+        return None
+    table = make_table(own["options"])
+    table.load(path)
+    return table
 
 
 def make_table(options: ExperimentOptions) -> ExperimentTable:

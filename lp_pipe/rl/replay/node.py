@@ -3,11 +3,15 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import lp_pipe as lp
+from lp_pipe.errors import CheckpointError
+from lp_pipe.rl.replay.snapshot import Snapshots, read_snapshots
 from lp_pipe.rl.replay.table import Sample, Table, TableState
 from lp_pipe.rl.tree import Array, leaves_of
 
@@ -25,6 +29,27 @@ class ReplayNode(lp.CourierNode):
         if not tables:
             raise ValueError("a replay node needs at least one table: rl.ReplayNode({'replay': rl.Table(10_000)})")
         super().__init__(ReplayServer, dict(tables), seed)
+
+
+class ReplayPart:
+    """A replay node as a part of checkpoints: `Checkpoints({"replay": rl.ReplayPart(client)})`.
+
+    The node writes its tables itself, while training goes on, and of what has not changed since the checkpoint before
+    it writes nothing. A client as a part is saved as well, but its whole state goes through the node that saves.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self.courier_client = client
+
+    def save_async(self, path: Path) -> "Future[dict[str, str]]":
+        """Return once the node has the state of this moment, with a future of its write."""
+        self.courier_client.take_snapshot()
+        written: Future[dict[str, str]] = self.courier_client.futures.write_snapshot(path)
+        return written
+
+    def load(self, path: Path) -> None:
+        """Let the node continue from the state in a folder, which its host must see."""
+        self.courier_client.load_state_dict(path)
 
 
 class _Waiting(NamedTuple):
@@ -92,6 +117,7 @@ class ReplayServer:
             name: _Served(name, TableState(table, np.random.default_rng(one)))
             for (name, table), one in zip(tables.items(), seeds, strict=True)
         }
+        self._snapshots = Snapshots()
 
     async def insert(self, table: str, items: Any, priorities: Any = None) -> Array:
         """Insert a tree of arrays with one leading axis, once the table's limiter admits it; return the keys.
@@ -132,11 +158,36 @@ class ReplayServer:
         """Return the state of all tables."""
         return {name: served.state.state_dict() for name, served in self._tables.items()}
 
-    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        for name, served in self._tables.items():
-            served.state.load_state_dict(state[name])
+    async def load_state_dict(self, state: Mapping[str, Any] | Path) -> None:
+        """Continue from a state, or from the folder that `write_snapshot` has written.
+
+        Raises:
+            CheckpointError: the folder has other tables.
+        """
+        if isinstance(state, Path):
+            self._load(state)
+        else:
+            for name, served in self._tables.items():
+                served.state.load_state_dict(state[name])
+        for served in self._tables.values():
             served.serve_waiting()
+
+    async def take_snapshot(self) -> None:
+        """Take the state as it is now, for `write_snapshot`."""
+        self._snapshots.take(list(self._tables), [served.state for served in self._tables.values()])
+
+    def write_snapshot(self, path: Path) -> dict[str, str]:
+        """Write the snapshot into a new folder; return the sha256 of the files. The tables go on meanwhile."""
+        return self._snapshots.write(path)
+
+    def _load(self, path: Path) -> None:
+        names, small = read_snapshots(path)
+        if set(names) != set(self._tables):
+            raise CheckpointError(
+                f"{path} has the tables {', '.join(names)}, but this node has {', '.join(self._tables)}"
+            )
+        for number, name in enumerate(names):
+            self._tables[name].state.load_segments(small[number], path, number)
 
     def _of(self, table: str) -> _Served:
         served = self._tables.get(table)

@@ -1,7 +1,10 @@
 """A table of a replay buffer: items with keys and priorities, and rules by which they are sampled and removed."""
 
+import itertools
+import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,8 +12,13 @@ import numpy as np
 from lp_pipe.rl.replay.key_order import KeyOrder
 from lp_pipe.rl.replay.rate_limiter import MinSize, RateLimiter
 from lp_pipe.rl.replay.selectors import Fifo, Lifo, Prioritized, Selector, Uniform
+from lp_pipe.rl.replay.snapshot import TableSnapshot, segment_file
 from lp_pipe.rl.replay.sum_tree import SumTree
 from lp_pipe.rl.tree import Array, leaves_of, rebuilt
+
+_MOST_SEGMENTS = 512
+_FEWEST_ROWS = 64  # of a segment
+_VERSIONS = itertools.count(1)  # of segments, in this process: a table that is loaded has none of before
 
 
 class Sample(NamedTuple):
@@ -91,6 +99,11 @@ class TableState:
             if isinstance(selector, Prioritized)
         }
         self._largest = 1.0
+        # Rows of the columns, of _keys and of _live, by segment: a checkpoint writes only segments that have changed.
+        self._segment_bits = (max(_FEWEST_ROWS, -(-size // _MOST_SEGMENTS)) - 1).bit_length()
+        self._versions = np.zeros(((size - 1) >> self._segment_bits) + 1, dtype=np.int64)
+        self._version = next(_VERSIONS)  # of what changes now
+        self._snapshot: TableSnapshot | None = None  # of this moment or an earlier one, while it is being written
         self._is_ring = isinstance(options.remover, Fifo) and not options.max_times_sampled
 
     @property
@@ -127,6 +140,7 @@ class TableState:
         slots = self._claim(len(keys))
         run = self._run_of(slots)
         chosen = slots if run is None else run
+        self._before_change(slots)
         for column, leaf in zip(self._columns, leaves, strict=True):
             column[chosen] = leaf
         self._keys[chosen], self._times[chosen] = keys, 0
@@ -212,9 +226,77 @@ class TableState:
         self._live[: len(slots)] = slots[state["live"]]
         self._place[self._live[: len(slots)]] = np.arange(len(slots))
         self._write_priorities(slots, state["priorities"])
+        self._load_counts(state)
+
+    def snapshot(self) -> TableSnapshot:
+        """Return the state as it is now, to be written by another thread while the table goes on."""
+        if self._snapshot is not None and self._snapshot.is_open:
+            self._snapshot.keep(np.arange(len(self._versions)))  # the table tells one snapshot only of its changes
+        used = self._num_used
+        times = self._times[:used]
+        small = {
+            "structure": self._structure,
+            "columns": [(column.dtype, column.shape[1:]) for column in self._columns],
+            "times": times.astype(np.min_scalar_type(int(times.max(initial=0)))),
+            "priorities": self._priorities[:used].copy(),
+            "size": self.size,
+            "freed": self._freed[: self._num_freed].copy(),
+            "counts": (self.inserts, self.samples, self.deletes, self.unknown_keys),
+            "largest": self._largest,
+            "generator": self._generator.bit_generator.state,
+        }
+        rows, bits = [*self._columns, self._keys, self._live], self._segment_bits
+
+        def contents(segment: int) -> bytes:
+            chosen = slice(segment << bits, min(used, (segment + 1) << bits))
+            return pickle.dumps([array[chosen] for array in rows], protocol=5)
+
+        self._version = next(_VERSIONS)
+        self._snapshot = TableSnapshot(small, self._versions[: self._num_segments(used)], contents)
+        return self._snapshot
+
+    def load_segments(self, small: dict[str, Any], folder: Path, table: int) -> None:
+        """Continue from a snapshot in a folder; the next samples are those that would have come.
+
+        table: the number of the table in it. small: what is small of it.
+        """
+        self.__init__(self.options, self._generator)  # type: ignore[misc]
+        self._structure = small["structure"]
+        self._paths = [path for _, path in leaves_of(self._structure)]
+        self._columns = [np.zeros((self.options.max_size, *shape), dtype) for dtype, shape in small["columns"]]
+        self._num_used = used = len(small["times"])
+        for number in range(self._num_segments(used)):
+            rows = pickle.loads((folder / segment_file(table, number)).read_bytes())
+            first = number << self._segment_bits
+            for array, found in zip([*self._columns, self._keys, self._live], rows, strict=True):
+                array[first : first + len(found)] = found
+        self._times[:used] = small["times"]
+        live = self._live[: small["size"]]
+        self._place[live] = np.arange(len(live))
+        slots = live[np.argsort(self._keys[live])]
+        self._order.append(self._keys[slots], slots)
+        self._write_priorities(slots, small["priorities"][slots])
+        self._num_freed = len(small["freed"])
+        self._freed[: self._num_freed] = small["freed"]
+        self._load_counts(small)
+
+    def _load_counts(self, state: dict[str, Any]) -> None:
         self.inserts, self.samples, self.deletes, self.unknown_keys = state["counts"]
         self._largest = state["largest"]
         self._generator.bit_generator.state = state["generator"]
+
+    def _num_segments(self, rows: int) -> int:
+        return (rows + (1 << self._segment_bits) - 1) >> self._segment_bits
+
+    def _before_change(self, rows: Array) -> None:
+        """Note that these rows are about to change; a snapshot that is being written copies them first."""
+        segments = rows >> self._segment_bits
+        self._versions[segments] = self._version
+        if self._snapshot is not None:
+            if self._snapshot.is_open:
+                self._snapshot.keep(segments)
+            else:
+                self._snapshot = None
 
     def _checked(self, items: Any) -> list[Array]:
         """Return the leaves as arrays, and make the columns at the first insert."""
@@ -285,6 +367,7 @@ class TableState:
         )
         self._num_freed -= reused
         self._num_used += unused
+        self._before_change(np.arange(used, used + len(slots)))
         self._live[used : used + len(slots)] = slots
         self._place[slots] = np.arange(used, used + len(slots))
         if count > num_free:
@@ -301,6 +384,8 @@ class TableState:
         places, last = self._place[slots], self._live[-1]
         places[1:][slots[1:] == last] = places[0]  # the last slot is among them: it has just moved
         moved = np.concatenate(([last], slots[:-1]))
+        self._before_change(places)
+        self._before_change(np.array([len(self._live) - 1]))
         self._live[places] = moved
         self._live[-1] = slots[-1]
         self._place[moved] = places
@@ -365,6 +450,7 @@ class TableState:
         last_place = self.size - 1
         self._order.remove(int(self._keys[slot]))
         place, last = self._place[slot], self._live[last_place]
+        self._before_change(place[None])
         self._live[place], self._place[last] = last, place
         self._freed[self._num_freed] = slot
         self._num_freed += 1
