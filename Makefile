@@ -217,8 +217,9 @@ bench-rl: setup  ## what agents learn in how many steps; replay beside Ray; acto
 	$(BIN)/python -m benchmarks.rl_replay
 	$(BIN)/python -m benchmarks.rl_actors
 
-bench-ui: setup  ## the web page: first paint, a point until it is drawn, cost without and with a viewer, memory
+bench-ui: setup  ## the web page: first paint, points until they are drawn, its cost; sinks, traces, pipelines' own metrics
 	$(BIN)/python -m benchmarks.page --minute-s 3
+	$(BIN)/python -m benchmarks.telemetry
 
 bench-rpc: setup  ## calls, arrays, TCP and a minute of a hundred clients, beside grpc and memcpy
 	$(BIN)/python -m benchmarks.calls

@@ -163,7 +163,8 @@ class _Axes:
         steps, values = [step for step, _ in points] or [0.0], [value for _, value in points] or [1.0]
         lowest, highest = min(values), max(values)
         if lowest == highest and not is_log:
-            lowest, highest = lowest - abs(lowest) / 2 - 0.5, highest + abs(highest) / 2 + 0.5
+            margin = abs(lowest) / 2 or 0.5
+            lowest, highest = lowest - margin, highest + margin
         if lowest == highest:
             lowest, highest = max(lowest / 2, 5e-324), min(highest * 2, sys.float_info.max)
         return cls(min(steps), max(max(steps), min(steps) + 1e-9), lowest, highest, is_log)

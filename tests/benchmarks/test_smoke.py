@@ -196,3 +196,12 @@ def test_rl_replay_compares_every_party_that_is_installed() -> None:
 def test_rl_actors_measures_every_number_of_actors() -> None:
     result = figures("rl_actors")
     assert set(result["steps_per_s"]) == {"AsyncVectorEnv(8)", *(f"rounds, {n} actors" for n in (1, 2, 4, 8))}
+
+
+def test_telemetry_counts_what_a_hanging_sink_misses() -> None:
+    result = figures("telemetry")
+    assert result["sink"]["in_file"] == result["sink"]["records"] == 400
+    assert "400 records were left out" in result["sink"]["said"][0]
+    assert 20 < result["trace"]["bytes_an_event"] <= 200
+    assert result["calls"]["clock_us"] <= 1000
+    assert result["utilization"]["of_a_step_of_1_ms"] < 0.01
