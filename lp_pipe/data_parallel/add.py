@@ -64,6 +64,7 @@ def add_replicas(
     mode: "async": each worker's gradient is applied once, as it comes, by the servers, which hold the parameters. The
         result then depends on timing.
     mirror_every: with mode="async" and "restart": after how many gradients a server copies its state to the next one.
+        With zero=1 where workers may change: 1, since mirrors of shards are updated in every step.
     group, resources: label and Resources of the workers' nodes.
 
     Raises:
@@ -86,9 +87,10 @@ def add_replicas(
     servers = backend if isinstance(backend, Servers) else None
     between_workers = "auto" if isinstance(backend, Servers) else backend
     options = ReplicaOptions(group, replicas, least, most, between_workers, seed, on_failure, mode)
+    options = replace(options, mirror_every=mirror_every)
     if options.is_async:
         compression = servers.compression if servers is not None else None
-        options = replace(options, compression=compression, mirror_every=mirror_every)
+        options = replace(options, compression=compression)
         _check_async_failure(options)
     handles: list[CourierHandle] = []
     if servers is not None and servers.count:

@@ -20,6 +20,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lp_pipe.collectives.backend import Backend
 from lp_pipe.collectives.push_pull import PushPull
@@ -158,10 +159,7 @@ class GradientBuckets(GradientSums):
         self._thread: threading.Thread | None = None
         self._buckets = self._layout(bucket_bytes)
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.places}
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook_of(index))
-            for index, parameter in enumerate(self._parameters)
-        ]
+        self._hooks = [self._hooked(index, parameter) for index, parameter in enumerate(self._parameters)]
 
     @property
     def count(self) -> int:
@@ -258,26 +256,30 @@ class GradientBuckets(GradientSums):
         assert not self._is_sharded, "the norm has torch's bits only of whole gradients"
         nn.utils.clip_grad_norm_(self._parameters, max_norm)
 
-    def own_shards(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, OwnShard]:
-        """Return the shards that lie in this worker's parts of the buckets.
+    def own_shards(self, parameters: Iterable[nn.Parameter], rank: int | None = None) -> dict[nn.Parameter, OwnShard]:
+        """Return the shards that lie in this worker's parts of the buckets; rank: in those of another worker.
 
         Those of frozen parameters, which are in no bucket, keep the optimizer's state that they have.
         """
         indices = {parameter: index for index, parameter in enumerate(self._parameters)}
-        workers, rank = len(self._exchange.counts), self._exchange.rank
+        workers, rank = len(self._exchange.counts), self._exchange.rank if rank is None else rank
         found = {}
         for parameter in parameters:
             begin, end = (parameter.numel() * place // workers for place in (rank, rank + 1))
             if parameter in indices:
-                begin, end, _ = self._own_range(indices[parameter])
+                begin, end, _ = self._range_of(indices[parameter], rank)
             found[parameter] = OwnShard(flat(parameter)[begin:end], begin)
         return found
 
-    def shard_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Return the sums of this worker's shards, of the parameters that have gradients; `finish` comes before."""
+    def shard_gradients(self, rank: int | None = None) -> dict[nn.Parameter, Tensor]:
+        """Return the sums of this worker's shards, of the parameters that have gradients; `finish` comes before.
+
+        rank: of another worker, whose shards are asked for, where this one has whole sums.
+        """
+        assert rank is None or not self._is_sharded, "no worker has others' sums"
         found: dict[nn.Parameter, Tensor] = {}
         for index, parameter in enumerate(self._parameters):
-            begin, end, at = self._own_range(index)
+            begin, end, at = self._range_of(index, self._exchange.rank if rank is None else rank)
             if self._present[index] and end > begin:
                 total = self._bucket_of[index].total
                 if self._is_sharded:
@@ -297,17 +299,17 @@ class GradientBuckets(GradientSums):
             whole = bucket.slots[0]
             own = self._exchange.shard_of(whole)
             for index in bucket.places:
-                begin, end, at = self._own_range(index)
+                begin, end, at = self._range_of(index, self._exchange.rank)
                 own[at : at + end - begin] = flat(self._parameters[index])[begin:end]
             self._exchange.backend.all_gather(whole, own)
             for index, (first, last) in bucket.places.items():
                 flat(self._parameters[index]).copy_(whole[first:last])
 
-    def _own_range(self, index: int) -> tuple[int, int, int]:
-        """Return which of the parameter's elements are this worker's, and where in its shard they begin."""
+    def _range_of(self, index: int, rank: int) -> tuple[int, int, int]:
+        """Return which of the parameter's elements are a worker's, and where in its shard they begin."""
         bucket = self._bucket_of[index]
         size = bucket.slots.shape[1] // len(self._exchange.counts)
-        first = self._exchange.rank * size
+        first = rank * size
         begin, end = bucket.places[index]
         low, high = max(begin, first), min(end, first + size)
         return (low - begin, high - begin, low - first) if low < high else (0, 0, 0)
@@ -386,6 +388,13 @@ class GradientBuckets(GradientSums):
 
     def _view(self, index: int) -> Tensor:
         return self._bucket_of[index].views[self._slot][index]
+
+    def _hooked(self, index: int, parameter: nn.Parameter) -> RemovableHandle:
+        """Register a hook, also on a parameter that this worker has not thawed yet."""
+        is_trained = parameter.requires_grad
+        handle: RemovableHandle = parameter.requires_grad_().register_post_accumulate_grad_hook(self._hook_of(index))
+        parameter.requires_grad_(is_trained)
+        return handle
 
     def _hook_of(self, index: int) -> Callable[[Tensor], None]:
         def gradient_is_added(parameter: Tensor) -> None:

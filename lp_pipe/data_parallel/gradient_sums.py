@@ -82,12 +82,18 @@ class GradientSums(ABC):
         """Scale the summed gradients so that their norm is at most `max_norm`."""
 
     @abstractmethod
-    def own_shards(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, OwnShard]:
-        """Return the shard of each parameter that this worker updates; some are empty."""
+    def own_shards(self, parameters: Iterable[nn.Parameter], rank: int | None = None) -> dict[nn.Parameter, OwnShard]:
+        """Return the shard of each parameter that this worker updates; some are empty.
+
+        rank: of another worker, whose shards are asked for.
+        """
 
     @abstractmethod
-    def shard_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Return the sums of this worker's shards, of the parameters that have gradients; `finish` comes before."""
+    def shard_gradients(self, rank: int | None = None) -> dict[nn.Parameter, Tensor]:
+        """Return the sums of this worker's shards, of the parameters that have gradients; `finish` comes before.
+
+        rank: of another worker, whose shards are asked for, where this one has whole sums.
+        """
 
     @abstractmethod
     def share_updates(self) -> None:

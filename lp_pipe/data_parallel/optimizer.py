@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.collectives.backend import Call
 from lp_pipe.data_parallel.buckets import Exchange, GradientBuckets
 from lp_pipe.data_parallel.gradient_sums import GradientSums
 from lp_pipe.data_parallel.late_updates import LateSum, LateUpdates
 from lp_pipe.data_parallel.served_buckets import ServedBuckets
+from lp_pipe.data_parallel.shard_moves import STATE, HeldShards, OfElements, announced, are_shards_lost, dealt_states
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
 from lp_pipe.training.optimizer_state import OfParameter
-from lp_pipe.training.state_shards import OwnShardState, StateShards, is_dense, is_elementwise, joined
+from lp_pipe.training.state_shards import OwnShard, OwnShardState, StateShards, flat, is_dense, is_elementwise, joined
 from lp_pipe.training.tensor_parts import Box, TensorPart, as_part, boxes_of_range, memory_order
 
 if TYPE_CHECKING:  # torch's FSDP2 takes a second to import
     from lp_pipe.data_parallel.sharded_model import ShardedModel
-
-_STATE = Call("optimizer state of shards")
 
 
 class ReplicaOptimizer(torch.optim.Optimizer):
@@ -34,13 +32,15 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         model: nn.Module,
         sum_and_apply: Callable[["ReplicaOptimizer"], bool],
+        gather_state: Callable[["ReplicaOptimizer"], dict[str, Any]],
         clip_grad_norm: float | None,
         bucket_bytes: int,
         workers: ReplicaWorkers,
         zero: int = 0,
         sharded_model: "ShardedModel | None" = None,
     ) -> None:
-        """zero: 1: each worker has the optimizer's state of a shard of the parameters, and updates that shard.
+        """zero: 1: each worker has the optimizer's state of a shard of the parameters, and updates that shard. Where
+            workers may change it also updates the shard of another worker, which thus is not lost with that worker.
 
         sharded_model: the model's, if its parameters are sharded.
 
@@ -49,13 +49,17 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """
         self.inner = inner
         self._sum_and_apply = sum_and_apply
+        self._gather_state = gather_state
         self.model = model
         self._clip_grad_norm = clip_grad_norm
         self._bucket_bytes = bucket_bytes
         self._workers = workers
         self.sharded_model = sharded_model
         self.is_sharded = zero > 0 or sharded_model is not None
+        self.has_mirrors = zero == 1 and workers.options.may_change
         self._shards: StateShards | None = None  # made with the first buckets, which decide which shards they are
+        self._held_before: dict[nn.Parameter, Sequence[OwnShardState]] = {}  # until all workers have what is dealt
+        self._lacks_updates = False  # whether parameters are updated here only in this worker's shards
         self._whole: dict[str, Any] | None = None  # the state of all workers, while rank 0 saves it
         self._buckets: GradientSums | None = None
         self._exchange: Exchange | None = None
@@ -95,7 +99,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self.late.finish()
         if self._shards is None:
             return self.inner.state_dict()
-        return self._whole_state(self._shards, keeps=True) if self._whole is None else self._whole
+        return self._gather_state(self) if self._whole is None else self._whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.late.finish()
@@ -130,7 +134,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter in saved:
                     group.update(saved[parameter].options)
-        if self._shards is not None:
+        if self._shards is not None:  # mirrors are dealt after this
             self._shards.set_states({one: _flattened(one, state) for one, (state, _) in saved.items()})
             return
         for parameter, (state, _) in saved.items():
@@ -140,16 +144,19 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def whole_state(self) -> Iterator[None]:
         """Let the worker of rank 0 alone call `state_dict` in the body, which all workers enter."""
         if self._shards is not None:
-            self._whole = self._whole_state(self._shards, keeps=self._workers.membership.rank == 0)
+            self._whole = self.gathered_state(keeps=self._workers.membership.rank == 0)
         try:
             yield
         finally:
             self._whole = None
 
-    def _whole_state(self, shards: StateShards, *, keeps: bool) -> dict[str, Any]:
-        """Return the state of all workers' shards. keeps: whether this worker needs it."""
-        states = gathered_states(self._workers, self._parameters(), shards.states(), keeps=keeps)
+    def gathered_state(self, *, keeps: bool) -> dict[str, Any]:
+        """Return the state of all workers' shards; all workers call this. keeps: whether this worker needs it."""
+        states = gathered_states(self._workers, self._parameters(), self._own_states(), keeps=keeps)
         return {**self.inner.state_dict(), "state": {index: state for index, state in enumerate(states) if state}}
+
+    def _own_states(self) -> Mapping[nn.Parameter, OwnShardState]:
+        return {} if self._shards is None else self._shards.states()
 
     def _parameters(self) -> list[nn.Parameter]:
         """Return the parameters in the order of the groups, which is that of a state_dict."""
@@ -217,17 +224,28 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """Decide how gradients are summed among these workers, and which state this one has."""
         if self._buckets is None or exchange != self._exchange:
             self._exchange, self._extra_flags = exchange, extra_flags
-            self._make_buckets(self._trained())
+            self._begin_layout(self._trained())
 
     def follow_freezing(self) -> None:
         """Make other buckets if parameters were frozen or thawed since; gradients of this step stay."""
         trained = self._trained()
         if [name for name, _ in trained] != self._layout:
             gradients = [(parameter, parameter.grad) for _, parameter in trained]
-            self._make_buckets(trained)
+            self._begin_layout(trained)
             self.buckets.begin_step()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+
+    def _begin_layout(self, trained: list[tuple[str, nn.Parameter]]) -> None:
+        """Make buckets of these parameters, and get the state of the shards that this worker has then."""
+        if not self.is_sharded or self.sharded_model is not None:
+            self._make_buckets(trained)
+        elif self._shards is not None:
+            assert self._exchange is not None
+            self._deal(self._exchange, self._extra_flags, trained, has_state=True)
+        else:
+            self._make_buckets(trained)
+            self._shards = StateShards(self.inner, *self._new_shards())
 
     def drain(self) -> None:
         """Sum all gradients before another collective, if some may be summed already."""
@@ -275,13 +293,23 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         if self._shards is None:
             self.inner.step()
         else:
-            self._shards.step(self.buckets.shard_gradients())
+            of_mirrors = self.buckets.shard_gradients(self._mirrored_rank) if self._mirrored_rank is not None else {}
+            self._shards.step(self.buckets.shard_gradients(), of_mirrors)
+            self._lacks_updates = self.has_mirrors
         self.clear_gradients()
 
     def exchange_updates(self) -> None:
         """Get the parameters that other workers have updated, where the optimizer's state is sharded."""
         if self.is_sharded:
             self.buckets.share_updates()
+            self._lacks_updates = False
+
+    @property
+    def _mirrored_rank(self) -> int | None:
+        """The rank of the worker whose shards this one mirrors."""
+        if not self.has_mirrors or self._exchange is None or len(self._exchange.counts) == 1:
+            return None
+        return (self._exchange.rank - 1) % len(self._exchange.counts)
 
     def undo(self) -> None:
         """Take back an update of this step."""
@@ -304,14 +332,17 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
 
-    def _make_buckets(self, trained: list[tuple[str, nn.Parameter]]) -> None:
-        self.late.finish()
-        self.close()
-        for name, parameter in trained:
+    def _check_parameters(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        for name, parameter in parameters:
             if parameter.device.type != "cpu":
                 raise NotSupported(f"parameter {name!r} is on {parameter.device}: replicas train on the CPU for now")
             if self.is_sharded and self.sharded_model is None and not is_dense(parameter):
                 raise NotSupported(f"parameter {name!r} is a view with gaps in its memory: use zero=0")
+
+    def _make_buckets(self, trained: list[tuple[str, nn.Parameter]]) -> None:
+        self.late.finish()
+        self.close()
+        self._check_parameters(trained)
         assert self._exchange is not None
         self._layout = [name for name, _ in trained]
         if self.sharded_model is not None:
@@ -320,32 +351,92 @@ class ReplicaOptimizer(torch.optim.Optimizer):
                 self._shards = StateShards(self.inner, self._buckets.own_shards(self._parameters()))
             return
         # The norm for clipping is of whole gradients: its bits depend on the order in which torch adds up.
-        has_whole_sums = not self.is_sharded or self._clip_grad_norm is not None
+        has_whole_sums = not self.is_sharded or self._clip_grad_norm is not None or self.has_mirrors
         given = trained, self._exchange, self._bucket_bytes, self._extra_flags
         if self._exchange.push_pull is not None:
             self._buckets = ServedBuckets(*given, self.late.is_late)
         else:
             self._buckets = GradientBuckets(*given, is_sharded=not has_whole_sums)
-        if self.is_sharded:
-            self._move_shards(self._buckets)
 
-    def _move_shards(self, buckets: GradientSums) -> None:
-        """Update the shards that lie in this worker's parts of the buckets; take their state from all workers."""
+    def _new_shards(self) -> list[dict[nn.Parameter, OwnShard]]:
+        """Return the shards that lie in this worker's parts of the buckets, and those that it mirrors."""
+        parameters, mirrored = self._parameters(), self._mirrored_rank
+        mirrors = {} if mirrored is None else self.buckets.own_shards(parameters, mirrored)
+        return [self.buckets.own_shards(parameters), mirrors]
+
+    # ---- shards that move ----
+
+    def deal(self, exchange: Exchange, extra_flags: Callable[[], list[float]], *, has_state: bool) -> bool:
+        """Give each of these workers the shards that it needs now; all call this. False: some are lost.
+
+        Parameters are then complete, too. If shards are lost, all are left without state.
+
+        has_state: whether this worker has trained, or has the state of one that has.
+
+        Raises:
+            GenerationOver: a worker is gone; what this worker has is not lost by that.
+        """
+        return self._deal(exchange, extra_flags, None, has_state=has_state)
+
+    def _deal(
+        self,
+        exchange: Exchange,
+        extra_flags: Callable[[], list[float]],
+        trained: list[tuple[str, nn.Parameter]] | None,
+        *,
+        has_state: bool,
+    ) -> bool:
+        """trained: the parameters in buckets from now on; None: those of the first worker that has state."""
         parameters = self._parameters()
-        own = buckets.own_shards(parameters)
+        own = self._held(parameters) if has_state else HeldShards(None, [[] for _ in parameters], lacks_updates=False)
+        told = self._workers.gathered(
+            HeldShards(own.layout, [[*map(announced, shards)] for shards in own.by_parameter], own.lacks_updates)
+        )
+        if trained is None:
+            layout = next(one.layout for one in told if one.layout is not None)
+            trained = [(name, parameter) for name, parameter in self.named_parameters() if name in layout]
+        self._exchange, self._extra_flags = exchange, extra_flags
+        self._make_buckets(trained)
+        shards, mirrors = self._new_shards()
         if self._shards is None:
-            self._shards = StateShards(self.inner, own)
-            return
-        whole = gathered_states(self._workers, parameters, self._shards.states(), keeps=True)
-        self._shards.set_shards(own)
-        self._shards.take_whole(dict(zip(parameters, whole, strict=True)))
+            self._shards = StateShards(self.inner, {})
+        if are_shards_lost(parameters, told):
+            self._shards.set_shards(shards, mirrors)
+            self._held_before, self._lacks_updates = {}, False
+            return False
+        needed = [shards, mirrors] if mirrors else [shards]
+        states = dealt_states(self._workers, parameters, told, own, needed)
+        before = dict(zip(parameters, own.by_parameter, strict=True))
+        self._shards.set_shards(shards, mirrors)
+        self._shards.set_states(states[0], states[1] if mirrors else {})
+        self._lacks_updates = False
+        if self.has_mirrors:
+            # A worker may be gone before another one has got all: then what this worker had may still be needed.
+            self._held_before = before
+            self._workers.backend.barrier(call=STATE)
+            self._held_before = {}
+        return True
+
+    def _held(self, parameters: Sequence[nn.Parameter]) -> HeldShards:
+        """Return what this worker has."""
+        if self._shards is None:
+            self._check_parameters(self.named_parameters())
+            self._shards = StateShards(self.inner, {one: OwnShard(flat(one), 0) for one in parameters})
+            self._layout = self._layout or [name for name, _ in self._trained()]
+        held = self._shards.held()
+        by_parameter = [[*held.get(one, []), *self._held_before.get(one, [])] for one in parameters]
+        return HeldShards(self._layout, by_parameter, self._lacks_updates)
 
     def _undoing(self) -> Callable[[], None]:
         state = copy.deepcopy(self.inner.state_dict())
+        undo_shards = self._shards.undoing() if self._shards is not None else None
         weights = [(parameter, parameter.detach().clone()) for _, parameter in self.named_parameters()]
 
         def undo() -> None:
             self.inner.load_state_dict(state)
+            if undo_shards is not None:
+                undo_shards()
+                self._lacks_updates = False
             with torch.no_grad():
                 for parameter, weight in weights:
                     parameter.copy_(weight)
@@ -370,13 +461,6 @@ def _flattened(parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, A
     return {key: value.flat(order) if isinstance(value, TensorPart) else value for key, value in state.items()}
 
 
-class _OfElements:
-    """Stands in a message for a tensor with an entry for each element of a shard."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-
 def gathered_states(
     workers: ReplicaWorkers,
     parameters: Sequence[nn.Parameter],
@@ -389,7 +473,7 @@ def gathered_states(
     keeps: whether this worker needs it; others get the small values only, and keep no more than one tensor at a time.
     """
     told: list[list[OwnShardState | None]] = workers.gathered(
-        [_announced(own[parameter]) if parameter in own else None for parameter in parameters]
+        [announced(own[parameter]) if parameter in own else None for parameter in parameters]
     )
     found = []
     for index, parameter in enumerate(parameters):
@@ -397,20 +481,13 @@ def gathered_states(
         names = sorted({name for part in parts if part is not None for name in part.values})
         whole: list[OwnShardState] = []
         for name in names:
-            if not any(part is not None and isinstance(part.values.get(name), _OfElements) for part in parts):
+            if not any(part is not None and isinstance(part.values.get(name), OfElements) for part in parts):
                 whole += [OwnShardState(part.begin, part.end, {name: part.values[name]}) for part in parts if part]
                 continue
             gathered = _gathered(workers, name, parts, own.get(parameter))
             whole += gathered if keeps else []
         found.append(joined(parameter, whole))
     return found
-
-
-def _announced(state: OwnShardState) -> OwnShardState:
-    values = {
-        name: _OfElements(value.dtype) if state.is_of_elements(name) else value for name, value in state.values.items()
-    }
-    return OwnShardState(state.begin, state.end, values)
 
 
 def _gathered(
@@ -423,7 +500,7 @@ def _gathered(
     if own is not None:
         padded[: own.end - own.begin] = own.values[name]
     rows = torch.empty(len(parts), longest, dtype=dtype)
-    workers.backend.all_gather(rows.view(-1), padded, call=_STATE)
+    workers.backend.all_gather(rows.view(-1), padded, call=STATE)
     return [
         OwnShardState(part.begin, part.end, {name: row[: part.end - part.begin]})
         for part, row in zip(parts, rows, strict=True)

@@ -6,6 +6,10 @@ all can finish:
     A   sums   agree: True   step 8 …          meet: 8 are committed                drops step 8, which comes again
     B   sums   agree: GenerationOver           meet: 7 are committed, has the sum   finishes step 7
     C   sums   agree: killed
+
+With zero=1 each worker updates a shard and the mirror of another one. Those that are left then deal the shards anew,
+and tell each other the parameters that they have updated. If a shard is lost with its mirror, all go back to the newest
+checkpoint.
 """
 
 from collections.abc import Sequence
@@ -21,13 +25,18 @@ class Position:
     """How far a worker is, as it tells the others when they meet.
 
     committed: the number of committed steps. holds_sum: whether it holds the whole sum of the next one.
-    has_state: whether it has trained, or has the state of a worker that has.
+    has_state: whether it has trained, or has the state of a worker that has. lost: shards that no worker has any more.
+    members: the nodes that had all state when this worker last became the same as others.
+    saves: whether it was saving a checkpoint, which all workers then do again.
     """
 
     node: str
     committed: int
     holds_sum: bool
     has_state: bool
+    lost: str = ""
+    members: tuple[str, ...] = ()
+    saves: bool = False
 
 
 def is_step_finished(positions: Sequence[Position], step: int) -> bool:
@@ -43,11 +52,16 @@ class Rejoining:
     def __init__(self, workers: ReplicaWorkers, state: TrainingState) -> None:
         self._workers = workers
         self._state = state
+        self._members: tuple[str, ...] = ()  # when all were the same the last time
+        self._dealt_in = -1  # the generation in which the shards were dealt
+        self.saves = False  # whether this worker is saving a checkpoint
+        self._lost = ""  # which shards are lost, until a checkpoint is read
 
     def own_position(self, *, is_committed: bool = False, holds_sum: bool = False) -> Position:
         """Return how far this worker is. is_committed: the current step is."""
         state = self._state
-        return Position(self._workers.node.name, state.step + is_committed, holds_sum, state.is_trained)
+        name, committed = self._workers.node.name, state.step + is_committed
+        return Position(name, committed, holds_sum, state.is_trained, self._lost, self._members, self.saves)
 
     def first_positions(self) -> list[Position]:
         """Return how far the workers of this generation are."""
@@ -68,22 +82,58 @@ class Rejoining:
                 if not self._workers.options.may_change:
                     raise
 
-    def synchronize(self, positions: Sequence[Position]) -> None:
-        """Give the state of a worker that has trained to those that have not; at first rank 0's to all."""
+    def synchronize(self, positions: Sequence[Position]) -> bool:
+        """Give the state of a worker that has trained to those that have not; at first rank 0's to all.
+
+        Return whether all workers have to save a checkpoint of this step now.
+        """
         while True:
             try:
-                if any(not position.has_state for position in positions):
+                self._deal_shards(positions)
+                if self._lost or any(not position.has_state for position in positions):
                     self._send_state(positions)
                 self._state.is_trained = True
-                return
+                self._members, self._lost = tuple(self._workers.membership.members), ""
+                return any(position.saves for position in positions)
             except GenerationOver:
                 if not self._workers.options.may_change:
                     raise
                 positions = self.meet()
 
+    def deal_shards(self, positions: Sequence[Position]) -> list[Position]:
+        """Make parameters complete that are updated in part, after a committed step; return how far all workers are."""
+        while True:
+            try:
+                self._deal_shards(positions)
+                return list(positions)
+            except GenerationOver:
+                positions = self.meet(self.own_position(is_committed=True))
+
+    def _deal_shards(self, positions: Sequence[Position]) -> None:
+        generation = self._workers.membership.generation
+        if not self._state.has_mirrors or self._dealt_in == generation:
+            return
+        if any(position.has_state for position in positions):
+            has_state = positions[self._workers.membership.rank].has_state
+            if not self._state.deal_shards(has_state=has_state):
+                alive = {position.node for position in positions if position.has_state}
+                members = next(position.members for position in positions if position.has_state)
+                gone = [node for node in members if node not in alive]
+                self._lost = (
+                    f"the optimizer's state of {', '.join(gone) or 'a worker'} is lost: with zero=1 each worker has a "
+                    "mirror of the shard of one other worker, and both are gone at once. There is no checkpoint to go "
+                    "back to: use steps(save_every=…)"
+                )
+                self._state.is_trained = False
+        self._dealt_in = generation
+
     def _send_state(self, positions: Sequence[Position]) -> None:
+        lost = self._lost or next((position.lost for position in positions if position.lost), "")
         root = next((rank for rank, position in enumerate(positions) if position.has_state), None)
-        if root is None:
+        if root is None or self._lost:
             root = 0
-            self._state.restore()
-        self._state.copy_state(root)
+            self._state.restore(lost)
+            self._state.copy_state(root)
+            self._state.deal_shards(has_state=True)
+        else:
+            self._state.copy_state(root)

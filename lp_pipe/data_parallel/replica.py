@@ -172,15 +172,19 @@ class Replica(NormalizesBatches):
 
         Raises:
             DataParallelError: parameters of the optimizer are not the model's, or the workers' models differ.
-            NotSupported: zero is 2 or 3; or 1, and workers may change, or the optimizer does not treat elements
-                independently.
+            NotSupported: zero is 2 or 3; or 1, and the optimizer does not treat elements independently, or workers may
+                change and mirror_every is above 1.
         """
         if zero in (2, 3):
             raise NotSupported(f"replica.optimizer(zero={zero}): zero is 0 or 1 here, and 2 and 3 are replica.shard's")
         if zero not in (0, 1):
             raise DataParallelError(f"zero must be 0 or 1, got {zero!r}")
-        if zero and self._workers.options.may_change:
-            raise NotSupported("replica.optimizer(zero=1) where workers may change is not there yet: use zero=0")
+        mirror_every = self._workers.options.mirror_every
+        if zero and self._workers.options.may_change and mirror_every > 1:
+            raise NotSupported(
+                f"replica.optimizer(zero=1) with add_replicas(mirror_every={mirror_every}): mirrors are updated in "
+                "every step for now; use mirror_every=1, with which no step is lost"
+            )
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ReplicaOptimizer):
             raise DataParallelError(f"replica.optimizer takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if not isinstance(model, nn.Module):
@@ -199,7 +203,15 @@ class Replica(NormalizesBatches):
                 raise NotSupported(f"zero={zero} with mode='async': the servers have the optimizer's state; use zero=0")
             refuse_not_elementwise(optimizer, "mode='async'")
         made = ReplicaOptimizer(
-            optimizer, model, self._step_optimizer, clip_grad_norm, bucket_bytes, self._workers, zero, sharded
+            optimizer,
+            model,
+            self._step_optimizer,
+            self._gather_state,
+            clip_grad_norm,
+            bucket_bytes,
+            self._workers,
+            zero,
+            sharded,
         )
         self.own_steps.add_optimizer(made)
         return made
@@ -365,6 +377,10 @@ class Replica(NormalizesBatches):
     def _step_optimizer(self, optimizer: ReplicaOptimizer) -> bool:
         with self._waiting():
             return self.own_steps.optimizer_step(optimizer)
+
+    def _gather_state(self, optimizer: ReplicaOptimizer) -> dict[str, Any]:
+        with self._waiting():
+            return self.own_steps.optimizer_state(optimizer)
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         """Let other workers of this process, whose shards need the random numbers, go on in the body."""

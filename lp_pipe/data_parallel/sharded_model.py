@@ -242,10 +242,12 @@ class ShardedGradients(GradientSums):
         for gradient in scaled:
             gradient.mul_(factor)
 
-    def own_shards(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, OwnShard]:
+    def own_shards(self, parameters: Iterable[nn.Parameter], rank: int | None = None) -> dict[nn.Parameter, OwnShard]:
+        assert rank is None, "no worker has others' shards"
         return {parameter: own_shard(parameter) for parameter in parameters}
 
-    def shard_gradients(self) -> dict[nn.Parameter, Tensor]:
+    def shard_gradients(self, rank: int | None = None) -> dict[nn.Parameter, Tensor]:
+        assert rank is None, "no worker has others' gradients"
         return {
             parameter: flat(parameter.grad.to_local())
             for parameter in self._parameters

@@ -26,6 +26,7 @@ from lp_pipe.training.rng import step_rng
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_LEAVES = -1  # stands for an optimizer's number where a worker has none whose state it needs
 _OPTIMIZER_PLACE = -1  # the number that stands for a replica in `step_rng` while an optimizer draws
 
 
@@ -89,7 +90,7 @@ class ReplicaSteps:
         if not self.state.is_trained and self._async is not None:
             self._async.begin(saves=save_every is not None)
         elif not self.state.is_trained:
-            self._rejoining.synchronize(self._rejoining.first_positions())
+            self._rejoin(self._rejoining.first_positions())
         self._is_in_steps = True
         try:
             while self.state.step < count:
@@ -111,6 +112,32 @@ class ReplicaSteps:
         finally:
             self._is_in_steps = False
 
+    def _save(self) -> None:
+        """Save a checkpoint; where all workers write, again if they change meanwhile."""
+        if self._async is not None:
+            if self.workers.membership.rank == 0:
+                with self.times.waiting():
+                    self._async.save()
+            return
+        self._rejoining.saves = True
+        while self._rejoining.saves:
+            try:
+                self.state.save()
+                self._rejoining.saves = False
+            except GenerationOver:
+                if not self._options.may_change:
+                    raise
+                self._rejoining.synchronize(self._rejoining.meet())
+                self._overlaps = False
+                self.times.begin()
+
+    def _rejoin(self, positions: list[Position]) -> None:
+        """Become the same as all workers of this generation."""
+        if self._rejoining.synchronize(positions):
+            self._save()
+        self._overlaps = False
+        self.times.begin()
+
     def add_optimizer(self, optimizer: ReplicaOptimizer) -> None:
         """Take in an optimizer; parameters and buffers become rank 0's, at the latest when `steps` begins.
 
@@ -130,9 +157,10 @@ class ReplicaSteps:
         """
         now = self._open()
         now.shards_calls += 1
-        if now.shards_calls == 1:
-            for optimizer in self.state.optimizers:
-                optimizer.follow_freezing()
+        if now.shards_calls == 1 and now.has_values:
+            with self._over_noted():
+                for optimizer in self.state.optimizers:
+                    optimizer.follow_freezing()
         first = dict(now.microbatches)
         for replica, count in counts.items():
             now.microbatches[replica] = first.get(replica, 0) + count
@@ -212,13 +240,14 @@ class ReplicaSteps:
     def optimizer_step(self, optimizer: ReplicaOptimizer) -> bool:
         """Sum what is left, commit if it is the step's last optimizer, and update; False: the step is dropped."""
         now = self._open()
-        if not now.shards_calls:
-            optimizer.follow_freezing()
-            if self.workers.membership.world_size != self._options.replicas:
-                raise DataParallelError(
-                    f"optimizer.step() without replica.shards() needs {self._options.replicas} workers, one for each "
-                    f"replica, and there are {self.workers.membership.world_size}"
-                )
+        if not now.shards_calls and now.has_values:
+            with self._over_noted():
+                optimizer.follow_freezing()
+        if not now.shards_calls and self.workers.membership.world_size != self._options.replicas:
+            raise DataParallelError(
+                f"optimizer.step() without replica.shards() needs {self._options.replicas} workers, one for each "
+                f"replica, and there are {self.workers.membership.world_size}"
+            )
         is_last = len({*now.stepped, optimizer}) == len(self.state.optimizers)
         may_finish = False
         if now.has_values:
@@ -251,11 +280,16 @@ class ReplicaSteps:
             place = _OPTIMIZER_PLACE, self.state.step, len(now.stepped)
             with self.times.entering(step_rng(self._options.seed, *place)):
                 optimizer.apply(keeps_undo=self._options.may_change and not is_last)
-        with self.times.waiting():
-            optimizer.exchange_updates()  # not before: workers in other threads wait for the random numbers
+        if now.has_values:
+            with self.times.waiting(), self._over_noted():
+                optimizer.exchange_updates()  # not before: workers in other threads wait for the random numbers
         now.stepped.append(optimizer)
         if is_last:
             now.phase = StepPhase.COMMITTED
+            if self.state.has_mirrors and not now.has_values:  # the rest of the body may use the parameters
+                if not now.has_met:
+                    self._meet_again(now, may_finish=False)
+                self._met = self._rejoining.deal_shards(self._met)
             if not self._is_in_steps:
                 self._close()
         return True
@@ -297,19 +331,13 @@ class ReplicaSteps:
                 self._async.note_step()
             self._usual_shards_calls = now.shards_calls
             if now.wants_whole and not now.has_met:
-                with self.state.whole():
+                with self._over_noted_in(now), self.state.whole():
                     self._answer(self._state_requests)
+                if now.is_over:
+                    self._met = self._rejoining.meet()
+                    now.has_met = True
         if now.has_met:
-            self._overlaps = False
-            self._rejoining.synchronize(self._met)
-            self.times.begin()
-
-    def _save(self) -> None:
-        if self._async is None:
-            self.state.save()
-        elif self.workers.membership.rank == 0:
-            with self.times.waiting():
-                self._async.save()
+            self._rejoin(self._met)
 
     # ---- sums and commits ----
 
@@ -342,6 +370,16 @@ class ReplicaSteps:
                 f"the workers of group {self._options.group!r} are at different steps; {self.workers.node.name} is at "
                 f"{self.state.step}: all must make the same steps"
             )
+
+    @contextlib.contextmanager
+    def _over_noted_in(self, now: _CurrentStep) -> Iterator[None]:
+        """Note in a step that has ended that the members change."""
+        try:
+            yield
+        except GenerationOver:
+            if not self._options.may_change:
+                raise
+            now.is_over = True
 
     @contextlib.contextmanager
     def _over_noted(self) -> Iterator[None]:
@@ -378,9 +416,11 @@ class ReplicaSteps:
             self._async.leave()
             return
         if self._options.may_change and not self.workers.has_met:
-            self._rejoining.synchronize(self._rejoining.first_positions())
+            self._rejoin(self._rejoining.first_positions())
         while self.workers.has_met and self.workers.membership.world_size > 1:
             with contextlib.suppress(GenerationOver):
+                if self.state.has_mirrors:
+                    self._outside_of_steps(_LEAVES)
                 if not self.workers.backend.agree(-1 - self.state.step):
                     raise DataParallelError(
                         f"{self.workers.node.name} returned from `train` after {self.state.step} steps, and others "
@@ -390,6 +430,49 @@ class ReplicaSteps:
             if not self._options.may_change:
                 return  # another worker has failed, or is gone since all have agreed
             self._rejoining.synchronize(self._rejoining.meet())
+
+    def optimizer_state(self, optimizer: ReplicaOptimizer) -> dict[str, Any]:
+        """Return an optimizer's whole state, which is in shards; all workers call this.
+
+        In the rest of a step in which workers have changed it has no meaning, and is empty.
+        """
+        if not optimizer.has_mirrors:
+            return optimizer.gathered_state(keeps=True)
+        if self._now is None:
+            return self._outside_of_steps(self.state.optimizers.index(optimizer))
+        with self._over_noted():
+            if self.group_for_call() is not None:
+                return optimizer.gathered_state(keeps=True)
+        self.warn_of_no_meaning()
+        return {**optimizer.inner.state_dict(), "state": {}}
+
+    def _outside_of_steps(self, wanted: int) -> dict[str, Any]:
+        """Return the whole state of an optimizer, by its number; with _LEAVES wait until no worker needs one any more.
+
+        A worker that joins after the last step runs the code behind the loop later than the others, which wait here
+        for it.
+
+        Raises:
+            DataParallelError: the workers have gone back to a step of the loop that has ended here.
+        """
+        while True:
+            try:
+                number: int = max(self.workers.gathered(wanted))
+                if number == _LEAVES:
+                    return {}
+                found: dict[str, Any] = self.state.optimizers[number].gathered_state(keeps=number == wanted)
+                if number == wanted:
+                    return found
+            except GenerationOver:
+                if not self._options.may_change:
+                    raise
+                step = self.state.step
+                self._rejoin(self._rejoining.meet())
+                if self.state.step < step:
+                    raise DataParallelError(
+                        f"workers died after step {step}, and their shards of the optimizer's state with them: "
+                        f"{self.workers.node.name} cannot go back to step {self.state.step} once its loop has ended"
+                    ) from None
 
     # ---- questions of clients ----
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.checkpoint.parts import Stateful
-from lp_pipe.collectives.backend import Call
+from lp_pipe.collectives.backend import Call, GenerationOver
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
 from lp_pipe.data_parallel.shards import ReplicaBuffers
 from lp_pipe.data_parallel.trained_model import SavedBeside, TrainedModel
 from lp_pipe.data_parallel.workers import ReplicaWorkers
-from lp_pipe.errors import DataParallelError
+from lp_pipe.errors import CheckpointError, DataParallelError
 from lp_pipe.training.rng import generators_locked
 
 if TYPE_CHECKING:  # torch's FSDP2 takes a second to import
@@ -142,7 +142,10 @@ class TrainingState:
         ready = {id(part) for one in read for part in (one.model, *one.optimizers)}  # each worker has read its own
         ready |= {id(one.model) for one in self._sharded_models}  # or had it from rank 0 when it was sharded
         parts = {name: part for name, part in self._parts.items() if id(part) not in ready}
-        with self._whole_states([one for one in self.optimizers if id(one) not in ready]):
+        # The state in shards is dealt; what is left is what all workers have.
+        parts = {name: part.inner if _has_mirrors(part) else part for name, part in parts.items()}
+        whole = [one for one in self.optimizers if id(one) not in ready and not one.has_mirrors]
+        with self._whole_states(whole):
             own = {name: part.state_dict() for name, part in parts.items()} if rank == root else {}
         sent = self._workers.broadcast((self.step, own) if rank == root else None, root)
         if not self.is_trained and rank != root:
@@ -151,6 +154,23 @@ class TrainingState:
                 part.load_state_dict(state[name])
         for trained in self._trained.values():
             trained.loaded_from = None
+
+    @property
+    def has_mirrors(self) -> bool:
+        """Whether shards outlive their worker, since another one mirrors them."""
+        return any(optimizer.has_mirrors for optimizer in self.optimizers)
+
+    def deal_shards(self, *, has_state: bool) -> bool:
+        """Give each worker the shards that it needs now; all workers call this. False: shards are lost.
+
+        has_state: whether this worker has trained, or has the state of one that has.
+
+        Raises:
+            GenerationOver: a worker is gone.
+        """
+        exchange = self._workers.exchange
+        mirrored = [optimizer for optimizer in self.optimizers if optimizer.has_mirrors]
+        return all([optimizer.deal(exchange, self._flags, has_state=has_state) for optimizer in mirrored])
 
     def share_buffers(self, changed: Sequence[bool]) -> None:
         """Give all workers the buffers of replica 0. changed: which of them replica 0 has written to in this step."""
@@ -199,6 +219,7 @@ class TrainingState:
 
         Raises:
             CheckpointError: it cannot be written, or the one before could not.
+            GenerationOver: a worker is gone, where all write.
         """
         for name, trained in list(self._trained.items()):
             if not (trained.is_sharded or trained.can_hold()):  # only now is it known what the optimizer keeps
@@ -206,25 +227,38 @@ class TrainingState:
                 del self._trained[name]
                 self._checkpoints = None
         if self._workers.membership.rank == 0:
-            self._all_checkpoints().save(self.step, wait=False)
+            try:
+                self._all_checkpoints().save(self.step, wait=False)
+            except CheckpointError as error:
+                if isinstance(error.__cause__, GenerationOver):
+                    raise error.__cause__ from None
+                raise
             return
         for trained in self._trained.values():
             if trained.is_sharded:
                 trained.take_part()
 
-    def restore(self) -> None:
+    def restore(self, lost: str = "") -> None:
         """Load the newest checkpoint, if there is one; all workers call this.
 
+        lost: what of the present state is lost, so that there must be one.
+
         Rank 0 reads it. Where state is sharded the others read their parts; other state they get by `copy_state`.
+
+        Raises:
+            DataParallelError: there is none, and there must be one.
         """
         places: dict[str, Path | None] = {}
         if self._workers.membership.rank == 0 and self._parts:
+            self.wait_until_saved()
             if (found := self._all_checkpoints().restore()) is not None:
                 self.step = found.step
                 _log.info("going on from step %d, as %s has it", found.step, found.path)
             places = {name: trained.loaded_from for name, trained in self._trained.items()}
         if any(trained.is_sharded for trained in self._trained.values()):
             places = self._workers.broadcast(places, 0)
+            if lost and not any(places.values()):
+                raise DataParallelError(lost)
             for name, trained in self._trained.items():
                 if (path := places[name]) is not None and path != trained.loaded_from:
                     trained.load(path)
@@ -288,6 +322,10 @@ class TrainingState:
             }
             self._checkpoints = Checkpoints({**self._parts, **self._trained, **beside, **self.extra_parts})
         return self._checkpoints
+
+
+def _has_mirrors(part: Any) -> bool:
+    return isinstance(part, ReplicaOptimizer) and part.has_mirrors
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

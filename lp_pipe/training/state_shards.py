@@ -7,9 +7,9 @@ Source: ZeRO (Rajbhandari et al., 2020), section 5.
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -125,85 +125,138 @@ def joined(parameter: Tensor, parts: Sequence[OwnShardState]) -> dict[str, Any]:
     return found
 
 
+class _Trained(NamedTuple):
+    """A shard, and the parameter that stands for it while the optimizer updates it."""
+
+    shard: OwnShard
+    stand_in: nn.Parameter
+
+
 class StateShards:
     """An optimizer that updates shards in place of its parameters.
 
     Between steps its groups have the parameters, so that names, learning rates and schedulers are as without shards,
     and its `state` is empty. In a step its groups have the shards.
 
-    shards: of each parameter of the optimizer that this rank has elements of.
+    shards: of each parameter of the optimizer that this rank has elements of. mirrors: those of another rank, which
+        this one updates, too, so that they outlive that rank.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Mapping[nn.Parameter, OwnShard]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        shards: Mapping[nn.Parameter, OwnShard],
+        mirrors: Mapping[nn.Parameter, OwnShard] | None = None,
+    ) -> None:
         self.optimizer = optimizer
-        self._shards: dict[nn.Parameter, OwnShard] = {}
-        self._trained: dict[nn.Parameter, nn.Parameter] = {}
+        self._own: dict[nn.Parameter, _Trained] = {}
+        self._mirrors: dict[nn.Parameter, _Trained] = {}
         self._state: dict[Any, Any] = defaultdict(dict)
-        self.set_shards(shards)
+        self.set_shards(shards, mirrors or {})
         self.take_whole({parameter: state for parameter, state in optimizer.state.items() if state})
         optimizer.state.clear()
 
-    def set_shards(self, shards: Mapping[nn.Parameter, OwnShard]) -> None:
+    def set_shards(
+        self, shards: Mapping[nn.Parameter, OwnShard], mirrors: Mapping[nn.Parameter, OwnShard] | None = None
+    ) -> None:
         """Update other shards from now on; they have no state yet."""
-        self._shards = {parameter: shard for parameter, shard in shards.items() if shard.elements.numel()}
-        self._trained = {parameter: nn.Parameter(shard.elements) for parameter, shard in self._shards.items()}
+        self._own, self._mirrors = _trained(shards), _trained(mirrors or {})
         self._state.clear()
 
-    def step(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    def step(
+        self, gradients: Mapping[nn.Parameter, Tensor], of_mirrors: Mapping[nn.Parameter, Tensor] | None = None
+    ) -> None:
         """Update the shards. gradients: of the shards, by parameter; one without is left as it is."""
-        for parameter, trained in self._trained.items():
-            trained.grad = gradients.get(parameter)
+        held = [(self._own, gradients), (self._mirrors, of_mirrors or {})]
+        for shards, found in held:
+            for parameter, trained in shards.items():
+                trained.stand_in.grad = found.get(parameter)
         try:
             with self._shards_in_groups():
                 self.optimizer.step()
         finally:
-            for trained in self._trained.values():
-                trained.grad = None
+            for shards, _ in held:
+                for trained in shards.values():
+                    trained.stand_in.grad = None
 
     def states(self) -> dict[nn.Parameter, OwnShardState]:
-        """Return the state of each shard that has one, without copying it."""
-        return {
-            parameter: OwnShardState(shard.begin, shard.end, dict(self._state[self._trained[parameter]]))
-            for parameter, shard in self._shards.items()
-            if self._state.get(self._trained[parameter])
-        }
+        """Return the state of each own shard that has one, without copying it."""
+        found = {parameter: self._state_of(trained) for parameter, trained in self._own.items()}
+        return {parameter: state for parameter, state in found.items() if state.values}
+
+    def held(self) -> dict[nn.Parameter, list[OwnShardState]]:
+        """Return the state of own and mirrored shards, without copying it; a shard may have none yet."""
+        found: dict[nn.Parameter, list[OwnShardState]] = {}
+        for shards in (self._own, self._mirrors):
+            for parameter, trained in shards.items():
+                found.setdefault(parameter, []).append(self._state_of(trained))
+        return found
 
     def take_whole(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Set the shards' state from that of whole parameters, which is copied."""
-        for parameter, shard in self._shards.items():
-            if parameter in states:
-                self._state[self._trained[parameter]] = {
-                    name: _cut(parameter, shard, name, value) for name, value in states[parameter].items()
-                }
+        """Set the state of shards and mirrors from that of whole parameters, which is copied."""
+        for shards in (self._own, self._mirrors):
+            for parameter, trained in shards.items():
+                if parameter in states:
+                    self._state[trained.stand_in] = {
+                        name: _cut(parameter, trained.shard, name, value) for name, value in states[parameter].items()
+                    }
 
-    def set_states(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Set the shards' state; values of their elements are one-dimensional."""
+    def set_states(
+        self, states: Mapping[Any, Mapping[str, Any]], of_mirrors: Mapping[Any, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Set the shards' state; values of their elements are one-dimensional. of_mirrors: None: there are none now."""
         self._state.clear()
-        for parameter in self._shards.keys() & states.keys():
-            self._state[self._trained[parameter]] = dict(states[parameter])
+        if of_mirrors is None:
+            self._mirrors = {}
+        for shards, given in ((self._own, states), (self._mirrors, of_mirrors or {})):
+            for parameter in shards.keys() & given.keys():
+                self._state[shards[parameter].stand_in] = dict(given[parameter])
 
     def range_of(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return where this rank's shard of a parameter begins and ends; it may be empty."""
-        shard = self._shards.get(parameter)
-        return (0, 0) if shard is None else (shard.begin, shard.end)
+        trained = self._own.get(parameter)
+        return (0, 0) if trained is None else (trained.shard.begin, trained.shard.end)
 
     def forget(self) -> None:
         """Drop the state of all shards."""
         self._state.clear()
 
+    def undoing(self) -> Callable[[], None]:
+        """Return a function that brings the present state back."""
+        kept = copy.deepcopy(list(self._state.values()))
+        keys = list(self._state)
+
+        def undo() -> None:
+            self._state.clear()
+            self._state.update(zip(keys, kept, strict=True))
+
+        return undo
+
+    def _state_of(self, trained: _Trained) -> OwnShardState:
+        return OwnShardState(trained.shard.begin, trained.shard.end, dict(self._state.get(trained.stand_in, {})))
+
     @contextlib.contextmanager
     def _shards_in_groups(self) -> Iterator[None]:
         groups = self.optimizer.param_groups
         whole, state = [group["params"] for group in groups], self.optimizer.state
+        held = (self._own, self._mirrors)
         try:
             for group in groups:
-                group["params"] = [self._trained[one] for one in group["params"] if one in self._trained]
+                group["params"] = [shards[one].stand_in for one in group["params"] for shards in held if one in shards]
             self.optimizer.state = self._state  # type: ignore[assignment]  # torch's is a defaultdict, too
             yield
         finally:
             self.optimizer.state = state
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
+
+
+def _trained(shards: Mapping[nn.Parameter, OwnShard]) -> dict[nn.Parameter, _Trained]:
+    return {
+        parameter: _Trained(shard, nn.Parameter(shard.elements))
+        for parameter, shard in shards.items()
+        if shard.elements.numel()
+    }
 
 
 def _cut(parameter: nn.Parameter, shard: OwnShard, name: str, value: Any) -> Any:

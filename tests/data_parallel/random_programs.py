@@ -4,7 +4,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class RandomProgram:
     optimizer: str
     clip: float | None
     bucket_bytes: int
+    zero: int
+    save_every: int | None
 
     @classmethod
     def of(cls, seed: int, mode: str = "thread") -> "RandomProgram":
@@ -56,7 +58,7 @@ class RandomProgram:
         on_failure = rng.choice(["stop", "restart", "restart", "shrink", "shrink"])
         dying = rng.sample(range(workers), rng.randint(0, workers if on_failure == "restart" else workers - 1))
         deaths = [(f"replicas/{node}", rng.randrange(steps), rng.choice(PLACES)) for node in dying]
-        return cls(
+        made = cls(
             seed=seed,
             mode=mode,
             backend=rng.choice(["auto", "inproc" if mode == "thread" else "shm", "direct"]),
@@ -73,7 +75,14 @@ class RandomProgram:
             optimizer=rng.choice(list(OPTIMIZERS)),
             clip=rng.choice([None, 0.3]),
             bucket_bytes=rng.choice([1, 64, 200, 4 << 20]),
+            zero=rng.choice([0, 1]),
+            save_every=None,
         )
+        if not made.zero or len(made.deaths) < 2:
+            return made
+        # Shards whose mirrors die with them come from a checkpoint; that of step 1 is complete when step 2 has begun.
+        later = [(node, step + 2, place) for node, step, place in made.deaths]
+        return replace(made, deaths=tuple(later), steps=steps + 2, save_every=1)
 
     def build(self) -> tuple["RandomNet", torch.optim.Optimizer]:
         with pp.layer_rng(SEED, self.seed):
@@ -161,8 +170,8 @@ def train_randomly(replica: dp.Replica, given: RandomProgram, folder: str) -> No
             raise OSError(f"{name} dies at {place} of step {step}")
 
     model, inner = given.build()
-    optimizer = replica.optimizer(inner, model, clip_grad_norm=given.clip, bucket_bytes=given.bucket_bytes)
-    for step in replica.steps(given.steps, model=model, optimizer=optimizer):
+    optimizer = replica.optimizer(inner, model, given.zero, given.clip, given.bucket_bytes)
+    for step in replica.steps(given.steps, given.save_every, model=model, optimizer=optimizer):
         die_at(step, "begin")
         given.configure(step, model)
         for shard in replica.shards(given.batch(step), given.microbatches):

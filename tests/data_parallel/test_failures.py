@@ -17,7 +17,15 @@ STEPS = 12
 WITHIN_S = 60
 
 
-def dying(replica: dp.Replica, folder: str, deaths: dict[str, int], place: str, is_killed: bool = False) -> None:
+def dying(
+    replica: dp.Replica,
+    folder: str,
+    deaths: dict[str, int],
+    place: str,
+    is_killed: bool = False,
+    zero: int = 0,
+    save_every: int | None = None,
+) -> None:
     """Train, but die in some step, once; note which shards of the finished steps were computed here."""
     name = lp.context().name
     mark = Path(folder) / f"{name.replace('/', '-')}.died"
@@ -31,10 +39,13 @@ def dying(replica: dp.Replica, folder: str, deaths: dict[str, int], place: str, 
 
     model = build()
     optimizer = replica.optimizer(
-        torch.optim.Adam(model.parameters(), 0.01), model, clip_grad_norm=0.5, bucket_bytes=200
+        torch.optim.Adam(model.parameters(), 0.01), model, zero=zero, clip_grad_norm=0.5, bucket_bytes=200
     )
+    if place == "exchange":  # all have agreed that the step is finished, and not all have updated
+        exchange = optimizer.exchange_updates
+        optimizer.exchange_updates = lambda: (die_at(replica.own_steps.state.step, place), exchange())  # type: ignore[assignment, method-assign, func-returns-value]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
-    for step in replica.steps(STEPS, model=model, optimizer=optimizer, scheduler=scheduler):
+    for step in replica.steps(STEPS, save_every, model=model, optimizer=optimizer, scheduler=scheduler):
         model.inner.requires_grad_(step % 4 != 2)
         replicas = []
         for shard in replica.shards(batch(step)):
