@@ -55,7 +55,7 @@ class HeldShards:
     lacks_updates: bool
 
 
-class _Piece(NamedTuple):
+class _SentRange(NamedTuple):
     """A range that one worker sends. number: of its shard there."""
 
     begin: int
@@ -69,9 +69,9 @@ def are_shards_lost(parameters: Sequence[nn.Parameter], told: Sequence[HeldShard
     return any(_pieces(parameter, told, index) is None for index, parameter in enumerate(parameters))
 
 
-def _pieces(parameter: nn.Parameter, told: Sequence[HeldShards], index: int) -> list[_Piece] | None:
+def _pieces(parameter: nn.Parameter, told: Sequence[HeldShards], index: int) -> list[_SentRange] | None:
     """Return pieces that are all of a parameter; None: some element's state is lost."""
-    pieces: list[_Piece] = []
+    pieces: list[_SentRange] = []
     begin = 0
     while begin < parameter.numel():
         longest = max(
@@ -86,7 +86,7 @@ def _pieces(parameter: nn.Parameter, told: Sequence[HeldShards], index: int) -> 
         )
         if longest is None:
             return None
-        pieces.append(_Piece(begin, longest[0], -longest[1], -longest[2]))
+        pieces.append(_SentRange(begin, longest[0], -longest[1], -longest[2]))
         begin = longest[0]
     return pieces
 
@@ -144,7 +144,7 @@ def dealt_states(
     return found
 
 
-def _sent(workers: ReplicaWorkers, piece: _Piece, dtype: torch.dtype, source: Tensor | None) -> Tensor:
+def _sent(workers: ReplicaWorkers, piece: _SentRange, dtype: torch.dtype, source: Tensor | None) -> Tensor:
     """Return a piece, as its worker has sent it to all."""
     size = piece.end - piece.begin
     found = torch.empty(size, dtype=dtype) if source is None else source[:size].clone()
