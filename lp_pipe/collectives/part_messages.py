@@ -3,7 +3,6 @@
     worker                                     server
       open: generation; name, rank, workers ─►
       part of a tensor                     ──►   adds the parts of all workers, in the order of their ranks
-                                         ◄──   receipt, unless the sum is complete
                                            ◄──   the sum of the parts
                                            ◄──   note: the workers' calls do not match
 
@@ -19,14 +18,12 @@ import torch
 from torch import Tensor
 
 from lp_pipe.channels.background_reader import eager
-from lp_pipe.channels.queued_connection import QueuedConnection
 from lp_pipe.collectives.compression import Compression
 from lp_pipe.connections import Connection, Frame, PulledConnection, frames
 from lp_pipe.connections.base import OnClose, OnFrame
 from lp_pipe.connections.kernel_calls import has_epoll
-from lp_pipe.connections.socket_connection import SocketConnection
 
-_PART = struct.Struct("<q I B B Q")
+_PART = struct.Struct("<q I q B B Q")
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 _DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
@@ -43,6 +40,7 @@ class PartKey(NamedTuple):
 class Part(NamedTuple):
     """A part of a tensor. numel, dtype: of the part itself, also where `tensors` are its compressed form.
 
+    urgency: parts with a smaller number are sent first.
     tensors: one for each replica of the sender, which are to be added in order; or the compressed form of one.
     """
 
@@ -51,6 +49,7 @@ class Part(NamedTuple):
     dtype: torch.dtype
     tensors: Sequence[Tensor]
     is_compressed: bool = False
+    urgency: int = 0
 
 
 class ServerHello(NamedTuple):
@@ -73,32 +72,22 @@ class ServerHello(NamedTuple):
 
 def part_frame(part: Part, *, by_reference: bool) -> Frame:
     """Return the frame of a part. by_reference: within one process, where tensors need not become bytes."""
-    body = _PART.pack(part.key.sequence, part.key.part, _NUMBERS[part.dtype], part.is_compressed, part.numel)
+    key, dtype_number = part.key, _NUMBERS[part.dtype]
+    body = _PART.pack(key.sequence, key.part, part.urgency, dtype_number, part.is_compressed, part.numel)
     buffers = part.tensors if by_reference else [_bytes_of(tensor) for tensor in part.tensors]
-    return Frame(frames.CHANNEL_DATA, 0, part.key.name, body, buffers)
-
-
-def receipt_frame(part: Part) -> Frame:
-    """Return the frame that tells a worker that its part has arrived, so that it may send the next one."""
-    return part_frame(part._replace(tensors=()), by_reference=True)._replace(kind=frames.CHANNEL_CREDIT)
-
-
-def key_of(frame: Frame) -> PartKey:
-    """Return the key of the part of a frame."""
-    sequence, number, *_ = _PART.unpack(frame.body)
-    return PartKey(frame.name, sequence, number)
+    return Frame(frames.CHANNEL_DATA, 0, key.name, body, buffers)
 
 
 def part_of(frame: Frame, compression: Compression | None) -> Part:
     """Return the part of a frame. compression: of parts that are compressed."""
-    sequence, number, dtype_number, is_compressed, numel = _PART.unpack(frame.body)
+    sequence, number, urgency, dtype_number, is_compressed, numel = _PART.unpack(frame.body)
     dtype = _DTYPES[dtype_number]
     dtypes = [dtype] * len(frame.buffers)
     if is_compressed:
         assert compression is not None, "all members have the same options"
         dtypes = compression.dtypes(dtype)
     tensors = [_tensor_of(buffer, one) for buffer, one in zip(frame.buffers, dtypes, strict=True)]
-    return Part(PartKey(frame.name, sequence, number), numel, dtype, tensors, bool(is_compressed))
+    return Part(PartKey(frame.name, sequence, number), numel, dtype, tensors, bool(is_compressed), urgency)
 
 
 def is_summed_by_servers(dtype: torch.dtype) -> bool:
@@ -106,23 +95,13 @@ def is_summed_by_servers(dtype: torch.dtype) -> bool:
     return dtype in _NUMBERS
 
 
-def begin(connection: Connection, on_frame: OnFrame, on_close: OnClose) -> Connection:
-    """Begin to read the connection in this process's one reading thread; return the end to send with, without waiting.
-
-    The buffers of a frame must not change until it is sent.
-    """
-    if connection.is_same_process():
-        connection.start(on_frame, on_close)
-        return connection
-    if isinstance(connection, SocketConnection):
-        connection.prefer_cubic()
-    queued = QueuedConnection(connection)
+def begin(connection: Connection, on_frame: OnFrame, on_close: OnClose) -> None:
+    """Begin to read the connection, in this process's one reading thread where that is possible."""
     if isinstance(connection, PulledConnection) and has_epoll():
-        queued.attach(on_frame, on_close)
+        connection.attach(on_frame, on_close)
         eager.watch(connection, lambda: None)
     else:
-        queued.start(on_frame, on_close)
-    return queued
+        connection.start(on_frame, on_close)
 
 
 def _bytes_of(tensor: Tensor) -> Any:

@@ -10,7 +10,8 @@ from torch import Tensor
 from lp_pipe import connections
 from lp_pipe.collectives.backend import mismatch_text
 from lp_pipe.collectives.compression import Compression, ErrorFeedback
-from lp_pipe.collectives.part_messages import Part, PartKey, ServerHello, begin, part_frame, part_of, receipt_frame
+from lp_pipe.collectives.part_messages import Part, PartKey, ServerHello, begin, part_frame, part_of
+from lp_pipe.collectives.part_sender import PartSender
 from lp_pipe.connections import Connection, Frame, frames, run_endpoints
 from lp_pipe.errors import Unavailable
 
@@ -39,6 +40,7 @@ class SumServer:
         self._sums: dict[PartKey, _PartialSum] = {}
         self._feedback: ErrorFeedback | None = None
         self._is_closed = False
+        self._sender = PartSender(name)
         self._listener = connections.listen(endpoint, self.accept)
 
     @property
@@ -48,7 +50,7 @@ class SumServer:
 
     def accept(self, connection: Connection) -> None:
         """Serve a worker at the other end."""
-        _Worker(self, connection).start()
+        _Worker(self, connection, self._sender).start()
 
     def close(self, reason: str = "closed") -> None:
         """End all connections with the reason."""
@@ -57,6 +59,7 @@ class SumServer:
             self._is_closed = True
             workers, self._workers = self._workers, {}
             self._sums.clear()
+        self._sender.close(drops_rest=False)
         for worker in workers.values():
             worker.connection.close(reason)
 
@@ -90,12 +93,10 @@ class SumServer:
             workers = list(self._workers.values())
         if problem:
             for one in workers:
-                one.send(Frame(frames.CHANNEL_NOTE, name=part.key.name, body=problem.encode()))
+                one.send(Frame(frames.CHANNEL_NOTE, name=part.key.name, body=problem.encode()), part.urgency)
         elif answer is not None:
             for one in workers:
-                one.send(part_frame(answer, by_reference=one.is_same_process))
-        else:  # without it workers that wait for each other's parts would all have too many without an answer
-            worker.send(receipt_frame(part))
+                one.send(part_frame(answer, by_reference=one.is_same_process), part.urgency)
 
     def _mismatch(self, found: _PartialSum, rank: int, part: Part) -> str:
         """Return what is wrong with a part beside the first one of its key; "" if it fits."""
@@ -144,18 +145,22 @@ class _Worker:
 
     hello: ServerHello
 
-    def __init__(self, server: SumServer, connection: Connection) -> None:
+    def __init__(self, server: SumServer, connection: Connection, sender: PartSender) -> None:
         self._server = server
         self.is_same_process = connection.is_same_process()
         self.connection = connection
+        self._sender = sender
+        self._outlet = sender.add(connection, lambda _: None)  # the others are told by the coordinator
 
     def start(self) -> None:
-        # `send` is needed only after the first frame, which may arrive while `begin` runs.
-        self.connection = begin(self.connection, self._on_frame, lambda _: self._server.leave(self))
+        begin(self.connection, self._on_frame, self._on_close)
 
-    def send(self, frame: Frame) -> None:
-        with contextlib.suppress(Unavailable):  # it is gone, which the others are told by the coordinator
-            self.connection.send(frame)
+    def send(self, frame: Frame, urgency: int) -> None:
+        if self.is_same_process:
+            with contextlib.suppress(Unavailable):  # it is gone
+                self.connection.send(frame)
+        else:
+            self._sender.send(self._outlet, urgency, lambda: frame)
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == frames.CHANNEL_OPEN:
@@ -163,3 +168,7 @@ class _Worker:
             self._server.join(self, self.hello)
         else:
             self._server.take(self, part_of(frame, self._server.compression))
+
+    def _on_close(self, _: str) -> None:
+        self._sender.remove(self._outlet)
+        self._server.leave(self)

@@ -66,11 +66,15 @@ class Connection(ABC):
         return False
 
     def begin_sending(self, frame: Frame) -> bool:
-        """Send as much as goes without waiting; if False is returned, `finish_sending` must follow.
+        """Send as much as goes without waiting; return whether that is all, else `finish_sending` must follow.
 
-        Only for connections with `can_begin_sending`. The buffers must not change before `finish_sending` returns.
-        Raises as `send`.
+        Or `continue_sending`, until it returns True. Only for connections with `can_begin_sending`. The buffers must
+        not change before all is sent. Raises as `send`.
         """
+        raise NotImplementedError
+
+    def continue_sending(self) -> bool:
+        """Send more of the rest without waiting; return whether all is sent. Raises as `send`."""
         raise NotImplementedError
 
     def finish_sending(self) -> None:

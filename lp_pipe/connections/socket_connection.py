@@ -110,6 +110,12 @@ class SocketConnection(PulledConnection):
             with contextlib.suppress(OSError):  # the kernel lacks it
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
+    def limit_unsent(self, size: int) -> None:
+        """Take no more bytes while TCP has so many that it has not begun to send, where the system can."""
+        if self._socket.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            with contextlib.suppress(OSError):  # the kernel lacks it
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, size)
+
     @property
     def missing_bytes(self) -> int:
         return self._reader.missing_bytes

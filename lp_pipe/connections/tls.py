@@ -74,6 +74,10 @@ class TlsConnection(SocketConnection):
         self._send(frames.encode(frame), may_wait=False)
         return not self._stream.has_rest
 
+    def continue_sending(self) -> bool:
+        self._send([], may_wait=False)
+        return not self._stream.has_rest
+
     def finish_sending(self) -> None:
         self._send([])
 
