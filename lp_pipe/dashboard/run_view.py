@@ -229,9 +229,8 @@ def _apply(states: dict[str, dict[str, Any]], event: Mapping[str, Any]) -> None:
             states.clear()
         return
     row = states.setdefault(str(node), {"state": "starting"})
-    row["since"] = event.get("time")
     if kind == "start":
-        row.update(state="running", pid=event.get("pid"))
+        row.update(state="running", pid=event.get("pid"), since=event.get("time"))
     elif kind == "ready":
         row["state"] = "running"
     elif kind == "death":

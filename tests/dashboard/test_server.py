@@ -47,6 +47,8 @@ def test_a_pipelines_predicted_step_needs_no_trace(serve: Serve, tmp_path: Path)
 def test_page_shows_a_run_with_the_states_of_its_nodes(serve: Serve, tmp_path: Path) -> None:
     write_run(tmp_path / "one", {"trainer": 1, "stages": 3})
     write_events(tmp_path / "one", {"event": "death", "node": "stages/1", "how": "SIGKILL"})
+    write_events(tmp_path / "one", {"time": 1.0, "event": "start", "node": "trainer/0", "pid": 8})
+    write_events(tmp_path / "one", {"time": 9.0, "event": "checkpoint", "node": "trainer/0", "step": 1})
     browser = Browser(serve(tmp_path / "one"))
     listed = browser.get("/api/runs")
     assert [run["key"] for run in listed["runs"]] == ["one"]
@@ -55,6 +57,7 @@ def test_page_shows_a_run_with_the_states_of_its_nodes(serve: Serve, tmp_path: P
     assert run["states"]["stages/1"]["state"] == "failed"
     assert run["states"]["stages/1"]["error"] == "SIGKILL"
     assert run["states"]["stages/2"]["state"] == "running"
+    assert (run["states"]["trainer/0"]["pid"], run["states"]["trainer/0"]["since"]) == (8, 1.0)
     assert [len(box["cards"]) for box in run["scene"]["boxes"]] == [1, 3]
 
 

@@ -47,6 +47,7 @@ export function number(value) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
   if (Number.isInteger(value) && Math.abs(value) < 1e9) return String(value);
+  if (value !== 0 && Math.abs(value) < 1e-4) return value.toExponential(3).replace(/\.?0+e/, "e");
   return Number(value.toPrecision(5)).toString();
 }
 

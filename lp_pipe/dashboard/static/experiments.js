@@ -76,7 +76,7 @@ export async function experimentsPage(main, page) {
 
   function parallel(names) {
     const columns = [...names, "best"];
-    const width = Math.max(320, columns.length * 110), height = 230, top = 26, bottom = height - 18;
+    const width = Math.max(320, columns.length * 110, main.clientWidth > 900 ? main.clientWidth / 2 - 40 : 0), height = 230, top = 26, bottom = height - 18;
     const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, class: "parallel", width: "100%", height });
     const values = (one) => columns.map((name) => name === "best" ? one.best : one.params[name]);
     const scales = columns.map((name, place) => {

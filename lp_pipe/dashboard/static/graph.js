@@ -130,8 +130,8 @@ function overlaps(a, b) {
 
 function placeLabels(labels) {
   const placed = [];
-  for (const label of labels) {
-    if (!label.text || !label.text.textContent) continue;
+  const shown = labels.filter((one) => one.text && one.text.textContent);
+  for (const label of shown.sort((a, b) => a.length - b.length)) { // short edges have the fewest places
     const width = 6 * label.text.textContent.length, length = label.length;
     // There is no room between neighbouring cards, but below them.
     const shifts = length < 90 ? [34] : [-4, 12];
