@@ -155,6 +155,7 @@ class ReplicaWorker:
                 finish_servers(self._workers.servers)
         except TrainingHasEnded as error:
             _log.info("%s ends, because training has ended: %s", self._workers.node.name, error)
+            steps.leave_servers()
         finally:
             del worker_of_node[self._workers.node]
             steps.close()

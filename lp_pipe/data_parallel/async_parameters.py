@@ -34,7 +34,7 @@ from lp_pipe.training.state_shards import OwnShardState, flat, is_dense, joined
 T = TypeVar("T")
 _TRIES = 20
 _PAUSE_S = 0.1
-_POLL_S = 0.02
+_POLL_S = 0.05
 
 
 class ParameterServers:
@@ -217,8 +217,10 @@ class AsyncParameters:
                 found.append(None)
                 continue
             shard = _shard(gradient, place, self._servers.count)
-            feedback = self._feedback
-            found.append([shard] if feedback is None else feedback.encode((place, index), shard.clone()))
+            if self._feedback is not None:
+                found.append(self._feedback.encode((place, index), shard.clone()))
+            else:  # what is kept must not change when the next step uses the gradient's memory again
+                found.append([shard.clone() if self._servers.mirror_of(place) is not None else shard])
         return found
 
     @torch.no_grad()
@@ -342,9 +344,13 @@ class AsyncTraining:
         """Tell the servers that `train` has returned; they end once it has on all workers."""
         rank, workers = self._workers.membership.rank, self._workers.membership.world_size
         for place in range(self._servers.count):
-            if self._has_begun:
-                self._servers.call(place, lambda store: store.progress_of(rank))  # brings it back if need be
-            self._servers.call(place, lambda store: store.leave(rank, workers))
+            try:
+                if self._has_begun:
+                    self._servers.call(place, lambda store: store.progress_of(rank))  # brings it back if need be
+                self._servers.call(place, lambda store: store.leave(rank, workers))
+            except TrainingHasEnded:  # a server ends only once all workers have left, so this one may end, too
+                with contextlib.suppress(Unavailable):
+                    cast(Any, self._servers.clients[place]).finish()
 
     def _of(self, optimizer: ReplicaOptimizer) -> AsyncParameters:
         found = self._parameters.get(optimizer)
@@ -360,8 +366,14 @@ class AsyncTraining:
         return WorkerProgress(self._state.step, gradients, self._state.beside_parameters())
 
     def _open_servers(self, *, is_first: bool) -> None:
-        """Return once all servers let workers train. is_first: this worker gives them what they begin with."""
+        """Return once all servers let workers train. is_first: this worker gives them what they begin with.
+
+        Raises:
+            TrainingHasEnded: a server has ended, because all workers have.
+            Unavailable: the program stops.
+        """
         clients: list[Any] = self._servers.clients
+        failures = 0
         while True:
             try:
                 are_open = [client.is_open() for client in clients]
@@ -372,9 +384,13 @@ class AsyncTraining:
                         self._servers.bring_back(place)
                 if is_first and not all(client.is_open() for client in clients):
                     self._give_servers_their_state()
-            except Unavailable:
-                if stop_event().is_set():
+                failures = 0
+            except Unavailable as error:
+                failures += 1
+                if stop_event().wait(_PAUSE_S):
                     raise
+                if failures == _TRIES:
+                    raise TrainingHasEnded(f"{self._workers.node.name} cannot reach the servers: {error}") from error
             if stop_event().wait(_POLL_S):
                 raise Unavailable(f"{self._workers.node.name}: the program stops before its first step")
         if is_first:

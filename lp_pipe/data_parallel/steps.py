@@ -412,8 +412,8 @@ class ReplicaSteps:
         self._answers_at_once = True
         self._answer_requests()
         self._refuse_requests()
-        if self._async is not None and self._options.may_change:
-            self._async.leave()
+        if self._options.never_meet:
+            self.leave_servers()
             return
         if self._options.may_change and not self.workers.has_met:
             self._rejoin(self._rejoining.first_positions())
@@ -430,6 +430,11 @@ class ReplicaSteps:
             if not self._options.may_change:
                 return  # another worker has failed, or is gone since all have agreed
             self._rejoining.synchronize(self._rejoining.meet())
+
+    def leave_servers(self) -> None:
+        """Tell servers that workers which never meet train on that this one has ended."""
+        if self._async is not None and self._options.never_meet:
+            self._async.leave()
 
     def optimizer_state(self, optimizer: ReplicaOptimizer) -> dict[str, Any]:
         """Return an optimizer's whole state, which is in shards; all workers call this.

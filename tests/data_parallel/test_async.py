@@ -84,7 +84,7 @@ def train_in_danger(
         for x, _, _ in replica.shards(
             (torch.ones(replica.num_replicas, 3), torch.ones(replica.num_replicas)), 1, "one"
         ):
-            (model(x).sum() * 2**replica.rank).backward()
+            (model(x).sum() * 2**replica.rank * (step + 1)).backward()
             time.sleep(0.005)
         model.seen += 1
         die_at(step, "before")
@@ -95,8 +95,29 @@ def train_in_danger(
     torch.save(model.state_dict(), Path(folder) / f"{replica.rank}.pt")
 
 
+def die_once_all_have_returned(replica: dp.Replica, folder: str, killed: list[str]) -> None:
+    mark = Path(folder) / f"died{replica.rank}"
+
+    def die() -> None:
+        mark.touch()
+        raise OSError("this worker dies")
+
+    if lp.context().name in killed and not mark.exists():
+        lp.context().exit_stack.callback(die)  # runs after servers have been told that `train` has returned
+    train_in_danger(replica, folder, 4, {})
+
+
+def test_a_worker_that_dies_after_the_training_needs_no_others(launched: Any, tmp_path: Path) -> None:
+    program = lp.Program("async")
+    options = {"replicas": 3, "backend": dp.Servers(2), "mode": "async", "on_failure": "restart"}
+    dp.add_replicas(program, die_once_all_have_returned, str(tmp_path), ["replicas/0", "replicas/2"], **options)
+    launched(program).wait(WITHIN_S)
+    assert_sum_of_all(tmp_path, 3, 4)
+    assert (tmp_path / "died0").exists() and (tmp_path / "died2").exists()
+
+
 def assert_sum_of_all(folder: Path, workers: int, steps: int) -> None:
-    rates = [0.5 ** (step // (steps // 2)) for step in range(steps)]
+    rates = [(step + 1) * 0.5 ** (step // (steps // 2)) for step in range(steps)]
     expected = -sum(2**rank * rate for rank in range(workers) for rate in rates)
     for rank in range(workers):
         found = torch.load(folder / f"{rank}.pt")["weight"]
