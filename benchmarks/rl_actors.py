@@ -6,6 +6,9 @@
 Each actor is a process with one environment whose step sleeps; the policy and the learner do next to nothing. The rate
 is that of the counter, from the first of its changes to the last. gymnasium's AsyncVectorEnv with 8 environments steps
 beside it, without agent, replay and learner. The parties take turns.
+
+Then the learner sleeps as long as the actors do in a round: rounds with lag 0 (act, then learn), with lag 1 (both at
+the same time), and free order, which waits for nothing. The bar is the wall clock of lag 1 over that of free order.
 """
 
 import argparse
@@ -25,6 +28,8 @@ from benchmarks.report import machine, show_table, spread, write_json
 
 ACTORS = (1, 2, 4, 8)
 BARS = {2: 1.9, 4: 3.8, 8: 7.2}
+ROUND = 32  # steps of an actor
+FREE_BAR = 1.1
 
 
 class Sleeping(gymnasium.Env[Any, Any]):
@@ -48,9 +53,13 @@ class Sleeping(gymnasium.Env[Any, Any]):
 
 
 class Nothing:
-    """A network without weights, and its learner."""
+    """A network without weights, and its learner, whose step sleeps."""
+
+    def __init__(self, sleep_s: float) -> None:
+        self._sleep_s = sleep_s
 
     def step(self, sample: rl.Sample) -> rl.Update:
+        time.sleep(self._sleep_s)
         return rl.Update()
 
     def variables(self) -> Any:
@@ -64,12 +73,13 @@ class Nothing:
 
 
 class NothingBuilder:
-    """An agent that does nothing."""
+    """An agent that does nothing. learn_s: the time of a learner step, of which there is one for `batch_size` items."""
 
-    batch_size = 64
+    def __init__(self, batch_size: int = 64, learn_s: float = 0.0) -> None:
+        self.batch_size, self._learn_s = batch_size, learn_s
 
     def make_network(self, spec: rl.Spec) -> Nothing:
-        return Nothing()
+        return Nothing(self._learn_s)
 
     def make_replay_table(self, spec: rl.Spec) -> rl.Table:
         return rl.Table(10_000, rl.Uniform(), rate_limiter=rl.SampleToInsertRatio(1.0, 64, 1_000.0))
@@ -84,10 +94,10 @@ class NothingBuilder:
         return network
 
 
-def rate_of_actors(actors: int, steps: int, sleep_s: float, order: Any) -> float:
+def rate_of_actors(actors: int, steps: int, sleep_s: float, order: Any, builder: rl.Builder) -> float:
     """Return environment steps a second of all actors together."""
     experiment = rl.ExperimentConfig(
-        NothingBuilder(),
+        builder,
         lambda seed: Sleeping(sleep_s),
         max_num_actor_steps=actors * steps,
         evaluation=rl.Evaluation(every=10**9, episodes=1),
@@ -124,6 +134,14 @@ def rate_of_vector(steps: int, sleep_s: float) -> float:
         environments.close()
 
 
+def rates_of_orders(steps: int, sleep_s: float) -> dict[str, float]:
+    """Return environment steps a second of two actors, where acting and learning take equally long, by order."""
+    batches = 4  # in a round
+    builder = NothingBuilder(2 * ROUND // batches, ROUND * sleep_s / batches)
+    orders = {"lag 0": rl.Rounds(ROUND, lag=0), "lag 1": rl.Rounds(ROUND, lag=1), "free": rl.Free()}
+    return {name: rate_of_actors(2, 2 * steps, sleep_s, order, builder) for name, order in orders.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
@@ -135,14 +153,16 @@ def main() -> None:
     arguments = parser.parse_args()
     repeats, steps = (1, arguments.steps // 4) if arguments.quick else (arguments.repeats, arguments.steps)
     sleep_s = arguments.sleep_ms / 1000.0
-    orders = {"rounds": rl.Rounds(steps=32, lag=1), "free": rl.Free()}
+    orders = {"rounds": rl.Rounds(ROUND, lag=1), "free": rl.Free()}
     rates: dict[str, list[float]] = {}
     for _ in range(repeats):
         for name in arguments.order:
             for actors in ACTORS:
-                found = rate_of_actors(actors, steps, sleep_s, orders[name])
+                found = rate_of_actors(actors, steps, sleep_s, orders[name], NothingBuilder())
                 rates.setdefault(f"{name}, {actors} actors", []).append(found)
         rates.setdefault("AsyncVectorEnv(8)", []).append(rate_of_vector(steps, sleep_s))
+        for name, rate in rates_of_orders(steps, sleep_s).items():
+            rates.setdefault(f"equally long, {name}", []).append(rate)
     spreads = {name: spread(values) for name, values in rates.items()}
     vector = spreads["AsyncVectorEnv(8)"]["median"]
     rows = [["AsyncVectorEnv(8)", f"{vector:,.0f}", "", "", "1.00 ×"]]
@@ -154,6 +174,12 @@ def main() -> None:
             rows.append([f"{name}, {actors} actors", f"{rate:,.0f}", *times])
     title = f"Environment steps a second, where a step sleeps {arguments.sleep_ms:g} ms"
     show_table(title, ["party", "steps/s", "of one actor", "bar", "of AsyncVectorEnv"], rows)
+    free = spreads["equally long, free"]["median"]
+    rows = []
+    for name in ("lag 0", "lag 1", "free"):
+        rate = spreads[f"equally long, {name}"]["median"]
+        rows.append([name, f"{rate:,.0f}", f"{free / rate:.2f} ×", f"≤ {FREE_BAR}" if name == "lag 1" else ""])
+    show_table("Acting and learning equally long, two actors", ["order", "steps/s", "wall of free", "bar"], rows)
     write_json({"benchmark": "rl_actors", "machine": machine(), "steps_per_s": spreads}, arguments.json)
 
 
