@@ -10,8 +10,11 @@ index is empty; "warm" the second tab. "first paint" is the browser's own.
 2. live: from `log_metrics`'s write to the point in the plot, 100 times.
 3. idle: voluntary context switches and CPU seconds of the server in ten seconds without a tab.
 4. training: calls and steps a second of a small program in process mode, with one tab and without, in turns.
-5. growth: memory of the server while 200 nodes log ten records a second each, and a tab looks (--minute-s).
+5. growth: memory of the server, and the heap of the page's scripts, while 200 nodes log ten records a second each, and
+   a tab looks (--minute-s).
 6. zoom: 1 % of a series of a million points: milliseconds and compressed bytes; the tail of a log of a million lines.
+7. crowd: the graph of 1,000 nodes in 20 groups; a log of a million lines in a node's panel; with seven hidden tabs,
+   from showing the first again until it is live.
 """
 
 import argparse
@@ -215,15 +218,15 @@ def calls_per_s(folder: pathlib.Path, browser: Chromium | None, seconds: float =
     return float(next(line["values"]["calls"] for line in lines if "calls" in line["values"])) / seconds
 
 
-def growth(browser: Chromium, folder: pathlib.Path, minute_s: float) -> list[float]:
-    """Return the megabytes of the server after each minute of an hour, whose records are written in `minute_s` each."""
+def growth(browser: Chromium, folder: pathlib.Path, minute_s: float) -> dict[str, list[float]]:
+    """Return the megabytes after each minute of an hour, whose records are written in `minute_s` each."""
     run = folder / "growing"
     write_run(run, {"workers": NODES})
     ui = Ui(run)
     page = browser.page(ui.url)
     page.ready("graph")
     page.go("metrics", 120)
-    sizes = []
+    sizes: dict[str, list[float]] = {"server": [], "page": []}
     with (run / "metrics.jsonl").open("a") as file:
         for minute in range(60):
             began = time.monotonic()
@@ -233,7 +236,9 @@ def growth(browser: Chromium, folder: pathlib.Path, minute_s: float) -> list[flo
             file.flush()
             time.sleep(max(0.5, minute_s - (time.monotonic() - began)))
             ui.get("/api/names?run=growing")  # returns once the minute's records are read
-            sizes.append(ui.rss_mb)
+            sizes["server"].append(ui.rss_mb)
+            page.ask("HeapProfiler.collectGarbage")
+            sizes["page"].append(page.ask("Runtime.getHeapUsage")["usedSize"] / 1e6)
     browser.close_pages()
     ui.close()
     return sizes
@@ -262,6 +267,40 @@ def queries(folder: pathlib.Path) -> dict[str, Any]:
     return {"zoom_ms": statistics.median(took), "zoom_bytes": statistics.median(sizes), "tail_ms": max(tails)}
 
 
+def crowd(browser: Chromium, folder: pathlib.Path) -> dict[str, float]:
+    """Return milliseconds and sizes of what has many nodes, lines or tabs."""
+    found: dict[str, float] = {}
+    run = folder / "crowd"
+    write_run(run, {f"group{number}": 50 for number in range(20)})
+    with (run / "logs" / "group0-0.log").open("w") as file:
+        file.writelines(f"line {number} of a long log of a node\n" for number in range(1_000_000))
+    ui = Ui(run)
+    browser.page(ui.url).ready("graph", 60)
+    began = time.perf_counter()
+    page = browser.page(ui.url)
+    page.ready("graph", 60)
+    found["1,000 nodes, ms"] = 1e3 * (time.perf_counter() - began)
+    found["1,000 nodes, SVG elements"] = page.js("document.querySelectorAll('svg.program *').length")
+    page.js("document.querySelector('[data-node~=\"group0/0\"]').dispatchEvent(new MouseEvent('click'))")
+    page.wait("document.querySelector('#panel .member')")
+    began = time.perf_counter()
+    page.js("document.querySelector('#panel .member').click()")
+    page.wait("document.querySelector('#panel pre.tail')?.textContent.includes('line 999999')")
+    found["log, ms"] = 1e3 * (time.perf_counter() - began)
+    found["log, lines"] = page.js("document.querySelector('#panel pre.tail').textContent.split('\\n').length")
+    while len(browser.pages) < 8:
+        browser.pages[-1].set_hidden(True)
+        browser.page(ui.url).ready("graph", 60)
+    browser.pages[-1].set_hidden(True)
+    began = time.perf_counter()
+    browser.pages[0].set_hidden(False)
+    browser.pages[0].wait("document.getElementById('link').innerText.includes('live')")
+    found["8 tabs, ms"] = 1e3 * (time.perf_counter() - began)
+    browser.close_pages()
+    ui.close()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", type=int, default=1_000_000)
@@ -285,8 +324,10 @@ def main() -> None:
         ]
         results["calls_per_s"] = pairs
         results["queries"] = queries(folder)
+        results["crowd"] = crowd(browser, folder)
         if options.minute_s:
-            results["growth_mb"] = growth(browser, folder, options.minute_s)
+            sizes = results["growth_mb"] = growth(browser, folder, options.minute_s)
+            results["grown_mb"] = {kind: max(found) - found[0] for kind, found in sizes.items()}
     results["machine_after"] = machine()
     browser.close()
     shown, load = results["open"], results["machine"]["load_average"]

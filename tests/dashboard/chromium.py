@@ -141,6 +141,13 @@ class Page:
         self.js(f"document.querySelector('nav a[data-page={page}]').click()")
         self.ready(page, patience_s)
 
+    def set_hidden(self, is_hidden: bool) -> None:
+        """Tell the page that it is hidden or shown: a headless browser shows all of its tabs."""
+        self.js(
+            f"Object.defineProperty(document, 'hidden', {{configurable: true, get: () => {json.dumps(is_hidden)}}});"
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )
+
     def screenshot(self, path: Path) -> None:
         found = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=False)
         path.write_bytes(base64.b64decode(found["data"]))

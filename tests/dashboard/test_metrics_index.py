@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lp_pipe.dashboard.metric_lines import columns
-from lp_pipe.dashboard.metrics_index import MAX_BUCKETS, MetricsIndex
+from lp_pipe.dashboard.metrics_index import MAX_BUCKETS, MetricsIndex, Series
 from tests.dashboard.fixtures import metric_line
 
 
@@ -60,6 +60,29 @@ def test_every_bucket_has_its_extremes(tmp_path: Path, length: int) -> None:
     few = index.query(("trainer/0", "loss"), buckets=50)
     assert len(few["x"]) <= 100
     assert 1000.0 in few["y"]
+
+
+@pytest.mark.parametrize(
+    ("num_cases", "length"), [(10, 100_000), pytest.param(1000, 1_000_000, marks=pytest.mark.slow)]
+)
+def test_spike_of_one_point_is_in_a_bucket(num_cases: int, length: int) -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    chance, values = random.Random(seed), np.random.default_rng(seed).random(length)
+    steps = np.arange(float(length))
+    for _ in range(num_cases):
+        at, spike = chance.randrange(length), chance.choice([-1e3, 1e3])
+        series, done = Series(), 0
+        usual, values[at] = values[at], spike
+        while done < length:
+            end = done + chance.choice([1, 300, length // 3])
+            series.extend(steps[done:end], steps[done:end], values[done:end])
+            done = min(length, end)
+        values[at] = usual
+        series.settle()
+        assert (series.count, len(series.rows) <= MAX_BUCKETS) == (length, True)
+        low, high = series.rows[:, 2:4].tolist(), series.rows[:, 5:7].tolist()
+        assert [spike, at] in (low if spike < 0 else high)
 
 
 @pytest.mark.parametrize("num_cases", [20, pytest.param(1000, marks=pytest.mark.slow)])

@@ -198,21 +198,13 @@ def test_hidden_tabs_close_their_streams(serve: Serve, tmp_path: Path, browser: 
     pages = []
     for _ in range(8):
         if pages:
-            hide(pages[-1], True)
+            pages[-1].set_hidden(True)
         pages.append(browser.page(url))
         pages[-1].ready("graph")
     pages[-1].wait("document.getElementById('link').innerText.includes('live')", 1)
-    hide(pages[-1], True)
-    hide(pages[0], False)
+    pages[-1].set_hidden(True)
+    pages[0].set_hidden(False)
     pages[0].wait("document.getElementById('link').innerText.includes('live')", 1)
-
-
-def hide(page: Page, is_hidden: bool) -> None:
-    """Tell the page that it is hidden: a headless browser shows all of its tabs."""
-    page.js(
-        f"Object.defineProperty(document, 'hidden', {{configurable: true, get: () => {json.dumps(is_hidden)}}});"
-        "document.dispatchEvent(new Event('visibilitychange'))"
-    )
 
 
 def test_a_thousand_nodes_are_few_elements(serve: Serve, tmp_path: Path, browser: Chromium) -> None:
