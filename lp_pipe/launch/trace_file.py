@@ -4,6 +4,7 @@ Source: the "Trace Event Format" document of the Chromium project: complete ("X"
 metadata ("M") events.
 """
 
+import itertools
 import json
 from collections.abc import Iterable
 from io import BufferedWriter
@@ -38,6 +39,8 @@ class TraceFile:
         self._threads: dict[tuple[int, int], int] = {}
         self._last_step_end: dict[int, int] = {}
         self._stashed: dict[int, int] = {}
+        self._half_flows: dict[str, dict[str, Any]] = {}  # ends of transfers whose other end was not written yet
+        self._flow_numbers = itertools.count(1)
         self._actions: dict[int, dict[str, list[tuple[Action, float, float]]]] = {}  # of complete steps, by node
         self._steps: dict[str, dict[int, float]] = {}  # by node: complete steps, and when they began
         self.num_left_out = 0
@@ -132,9 +135,15 @@ class TraceFile:
     def _write_flow(self, span: TraceSpan, pid: int, track: int, start: int, end: int) -> None:
         is_start = span.name == "send"
         when = start if is_start else max(start, end - 1)  # inside of the span, and the arrow goes forwards
-        event: dict[str, Any] = {"ph": "s" if is_start else "f", "name": "transfer", "cat": TRANSFER, "id": span.flow}
+        event: dict[str, Any] = {"ph": "s" if is_start else "f", "name": "transfer", "cat": TRANSFER}
         event |= {"pid": pid, "tid": track, "ts": when / 1e3}
-        self._write(event if is_start else {**event, "bp": "e"})
+        other = self._half_flows.pop(span.flow, None)
+        if other is None or other["ph"] == event["ph"]:
+            self._half_flows[span.flow] = event  # the other end may be in a later batch, or before the trace
+            return
+        number = {"id": next(self._flow_numbers)}  # Perfetto takes no names
+        self._write((event if is_start else other) | number)
+        self._write((other if is_start else event) | number | {"bp": "e"})
 
     def _pid_of(self, node: str) -> int:
         if node not in self._pids:

@@ -10,7 +10,7 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.launch.tracing import Tracer
 from lp_pipe.telemetry import tracing, waits
-from tests.launch.test_trace_file import check_nesting, events_of
+from tests.launch.test_trace_file import check_format, events_of
 
 WITHIN_S = 30
 
@@ -31,8 +31,7 @@ def test_a_trace_has_calls_and_their_handlers_at_the_same_time(mode: str, tmp_pa
     server = program.add_node(lp.CourierNode(Server), label="server")
     program.add_node(lp.PyNode(call, server), label="user")
     lp.launch(program, mode, run_dir=tmp_path, trace=True).wait(WITHIN_S)
-    events = events_of(tmp_path / "trace.json")
-    check_nesting(events)
+    events = check_format(tmp_path / "trace.json")
     names = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
     assert {"server/0", "user/0"} <= set(names.values())
     spans = [one for one in events if one["ph"] == "X"]
