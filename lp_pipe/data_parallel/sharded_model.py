@@ -25,6 +25,7 @@ from lp_pipe.data_parallel.buckets import Exchange
 from lp_pipe.data_parallel.gradient_sums import BucketSum, GradientSums
 from lp_pipe.errors import DataParallelError
 from lp_pipe.private_torch import buffers_of, norms_of_each, parameters_of
+from lp_pipe.training.lasting_memory import lasting, lasting_empty
 from lp_pipe.training.state_shards import OwnShard, flat
 
 _FLAGS = Call("flags of gradients")
@@ -53,8 +54,9 @@ class ShardedModel:
                 tensor.detach().copy_(whole)
         mesh = DeviceMesh.from_group(group, "cpu")
         units = [*units_of(model), model]
-        for unit in units:
-            fully_shard(unit, mesh=mesh, reshard_after_forward=zero == 3)
+        with lasting():
+            for unit in units:
+                fully_shard(unit, mesh=mesh, reshard_after_forward=zero == 3)
         assert isinstance(model, FSDPModule)
         self._fsdp: FSDPModule = model
         self.sums = [_OrderedSum(exchange) for unit in units if isinstance(unit, FSDPModule)]
@@ -63,7 +65,8 @@ class ShardedModel:
             unit.set_custom_reduce_scatter(cast(Any, unit_sum))  # the base class has a private name
             unit.set_gradient_divide_factor(1.0)
         if is_meta:
-            _initialize(model)
+            with lasting():
+                _initialize(model)
         hooked: Any = model  # torch's types lack these
         hooked.register_state_dict_post_hook(partial(self._make_whole))  # a method takes none of torch's marks
         hooked.register_load_state_dict_pre_hook(self._take_own)
@@ -273,17 +276,26 @@ class _OrderedSum:
         self.slot = 0
         self._parts: dict[int, Tensor] = {}  # by slot: this worker's shard of the gradient of each worker's replica
         self._output: Tensor | None = None  # in whose memory the parameters' gradients are
+        self._has_input = False  # whether FSDP2 has asked for the memory of a gradient, and asks next for its shard's
+        self._room: Tensor | None = None  # for the shard, in all steps
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        (numel,) = size
+        if not self._has_input:
+            self._has_input = True
+            return self._exchange.empty(numel, dtype)
+        if self._room is None or (len(self._room), self._room.dtype) != (numel, dtype):
+            self._room = lasting_empty(numel, dtype, device)
+        return self._room
 
     def begin_step(self) -> None:
-        self.slot, self._output = 0, None
+        self.slot, self._output, self._has_input = 0, None, False
         self._parts.clear()
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, op: Any = None, async_op: bool = False
     ) -> None:
+        self._has_input = False
         if self.slot in self._parts:
             raise DataParallelError(
                 "a sharded model got a second backward after its gradients were summed: take all micro-batches of a "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.errors import NotSupported
+from lp_pipe.training.lasting_memory import lasting
 from lp_pipe.training.optimizer_state import overrides_state_dict
 from lp_pipe.training.tensor_parts import TensorPart, memory_order, part_of_range
 
@@ -152,6 +153,7 @@ class StateShards:
         self._own: dict[nn.Parameter, _Trained] = {}
         self._mirrors: dict[nn.Parameter, _Trained] = {}
         self._state: dict[Any, Any] = defaultdict(dict)
+        self._has_stepped = False
         self.set_shards(shards, mirrors or {})
         self.take_whole({parameter: state for parameter, state in optimizer.state.items() if state})
         optimizer.state.clear()
@@ -172,8 +174,10 @@ class StateShards:
             for parameter, trained in shards.items():
                 trained.stand_in.grad = found.get(parameter)
         try:
-            with self._shards_in_groups():
+            # The first update makes the optimizer's state.
+            with contextlib.nullcontext() if self._has_stepped else lasting(), self._shards_in_groups():
                 self.optimizer.step()
+            self._has_stepped = True
         finally:
             for shards, _ in held:
                 for trained in shards.values():

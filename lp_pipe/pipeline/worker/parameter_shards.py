@@ -15,8 +15,7 @@ Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from lp_pipe.collectives.backend import Backend, Call
 from lp_pipe.errors import NotSupported, PipelineError
 from lp_pipe.private_torch import base_of, pytree, version_of
 from lp_pipe.training.gradients import GradientNorm, norms_of
+from lp_pipe.training.lasting_memory import lasting_empty
 from lp_pipe.training.rng import PausableRng
 from lp_pipe.training.state_shards import OwnShard, flat, is_dense
 from lp_pipe.training.tensor_parts import TensorPart, memory_order, part_of_range
@@ -148,7 +148,8 @@ class EarlyShards:
             if parameter not in self.found and alone and is_dense(parameter) and parameter.device.type == "cpu":
                 size = -(-parameter.numel() // self._count)
                 begin = min(parameter.numel(), self._replica * size)
-                self.found[parameter] = flat(parameter)[begin : begin + size].clone()
+                own = flat(parameter)[begin : begin + size]
+                self.found[parameter] = lasting_empty(len(own), own.dtype, own.device).copy_(own)
                 parameter.untyped_storage().resize_(0)
 
 
@@ -167,9 +168,9 @@ class BlockShards(ParameterShards):
         count: int,
         zero: int,
         blocks: Sequence[Sequence[nn.Module]],
-        early: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+        early: dict[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        """early: the own shards of parameters that have no memory any more."""
+        """early: the own shards of parameters that have no memory any more; they are taken out of it."""
         super().__init__(named, replica, count, zero)
         self._names = {parameter: name for name, parameter in named}
         used = [list(dict.fromkeys(p for module in block for p in module.parameters())) for block in blocks]
@@ -186,8 +187,14 @@ class BlockShards(ParameterShards):
         self._is_whole = [True] * len(blocks)
         self._versions: dict[nn.Parameter, int] = {}
         self._own: dict[nn.Parameter, Tensor] = {}
-        self._early = dict(early)
+        self._early = early if early is not None else {}
         self._packed: list[list[Tensor]] = []  # by block and dtype: the own shards, one after the other
+        self._room: dict[tuple[int, torch.dtype], Tensor] = {}  # by block: for the gradients of the own shards
+        self._largest: dict[torch.dtype, int] = {}  # elements of all shards of a bucket
+        for parameters in self._owned:
+            for bucket in self._by_dtype(parameters):
+                numel, dtype = count * sum(map(self.size, bucket)), bucket[0].dtype
+                self._largest[dtype] = max(numel, self._largest.get(dtype, 0))
         for parameters in self._owned if zero == 3 else ():
             self._packed.append([self._take_shards(bucket) for bucket in self._by_dtype(parameters)])
         for index in range(len(blocks)):
@@ -362,7 +369,7 @@ class BlockShards(ParameterShards):
     @torch.no_grad()
     def _take_shards(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         sizes = [self.size(parameter) for parameter in parameters]
-        packed = parameters[0].detach().new_zeros(sum(sizes))
+        packed = lasting_empty(sum(sizes), parameters[0].dtype, parameters[0].device).zero_()
         for parameter, own in zip(parameters, packed.split(sizes), strict=True):
             begin, end = self.range_of(parameter)
             early = self._early.pop(parameter, None)
@@ -377,14 +384,24 @@ class BlockShards(ParameterShards):
     def _gather(self, index: int) -> None:
         self._make_room(index)
         for parameters, packed in zip(self._by_dtype(self._owned[index]), self._packed[index], strict=True):
-            whole = packed.new_empty(self._count * len(packed))
-            with self._waiting():
-                self._joined().all_gather(whole, packed, call=_PARAMETERS)
             sizes = [self.size(parameter) for parameter in parameters]
+            is_alone = len(parameters) == 1 and self._count * sizes[0] == parameters[0].numel()
+            whole = flat(parameters[0].data) if is_alone else packed.new_empty(self._count * len(packed))
+            shared = self._scratch(len(packed), packed).copy_(packed)
+            with self._waiting():
+                self._joined().all_gather(whole, shared, call=_PARAMETERS)
+            if is_alone:
+                continue
             for replica, of_replica in enumerate(whole.view(self._count, -1)):
                 for parameter, part in zip(parameters, of_replica.split(sizes), strict=True):
                     begin, end = self.range_of(parameter, replica)
                     flat(parameter.data)[begin:end] = part[: end - begin]  # .data: no new version for autograd
+
+    def _scratch(self, numel: int, like: Tensor) -> Tensor:
+        """Return memory that other replicas can read where it is; it is the same one each time, if it is free."""
+        if like.device.type != "cpu":
+            return like.detach().new_empty(numel)
+        return self._joined().empty(self._largest[like.dtype], like.dtype)[:numel]
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         return self._rng.paused() if self._rng is not None else contextlib.nullcontext()
@@ -432,7 +449,7 @@ class BlockShards(ParameterShards):
 
     def _sum_together(self, parameters: Sequence[nn.Parameter]) -> None:
         sizes = [self.size(parameter) for parameter in parameters]
-        packed = parameters[0].detach().new_empty(self._count, sum(sizes))
+        packed = self._scratch(self._count * sum(sizes), parameters[0]).view(self._count, sum(sizes))
         for replica, row in enumerate(packed):
             for parameter, part in zip(parameters, row.split(sizes), strict=True):
                 assert parameter.grad is not None, "all replicas have it"
@@ -441,12 +458,20 @@ class BlockShards(ParameterShards):
                 part[end - begin :] = 0
         for parameter in parameters:
             parameter.grad = None
-        total = packed.new_empty(sum(sizes))
+        total = self._room_for_sums(parameters[0].dtype)[: sum(sizes)]
         with self._waiting():
             self._joined().reduce_scatter(total, packed, call=_SUMS)
         for parameter, part in zip(parameters, total.split(sizes), strict=True):
             begin, end = self.range_of(parameter)
             self._gradients[parameter] = part[: end - begin]
+
+    def _room_for_sums(self, dtype: torch.dtype) -> Tensor:
+        """Return memory for the gradients of the own shards of this block, the same one in all steps."""
+        key = self._at, dtype
+        if key not in self._room:
+            same = [parameter for parameter in self._owned[self._at] if parameter.dtype == dtype]
+            self._room[key] = lasting_empty(sum(map(self.size, same)), dtype, same[0].device)
+        return self._room[key]
 
     def _sum_of_some(self, parameter: nn.Parameter, replicas: Sequence[int]) -> None:
         """Sum a gradient that only some replicas have, of too few micro-batches."""

@@ -69,6 +69,7 @@ from lp_pipe.pipeline.worker.worker_state import WorkerState
 from lp_pipe.private_torch import buffers_of, parameters_of, version_of
 from lp_pipe.training.buffer_snapshot import BufferPlace
 from lp_pipe.training.device import choose_device, current, to_host
+from lp_pipe.training.lasting_memory import lasting
 from lp_pipe.training.memory_advice import advice_for_pipeline, advised
 from lp_pipe.training.rng import change_place, step_rng
 from lp_pipe.training.write_tracker import WriteTracker
@@ -97,14 +98,15 @@ class StageWorker(CommandService):
         self.device = choose_device(pipeline.devices[self._worker], worker.rank)
         self._name = node.name
         self._advice = advice_for_pipeline(pipeline.zero, max(pipeline.replicas), pipeline.workers)
-        with advised(self._advice), current(self.device):
-            count, early = pipeline.replicas[self._worker], EarlyShards(self._replica, pipeline.replicas[self._worker])
+        count, early = pipeline.replicas[self._worker], EarlyShards(self._replica, pipeline.replicas[self._worker])
+        keeps = lasting() if pipeline.zero and count > 1 else contextlib.nullcontext()
+        with advised(self._advice), current(self.device), keeps:
             on_built = early.take if pipeline.zero == 3 and count > 1 else lambda _: None
             self._stages = stages_of(worker, pipeline, self.device, owns_sources=node.owns_arguments, on_built=on_built)
+            self._shards = self._parameter_shards(early)
         if not pipeline.has_batch_dims:
             for stage in self._stages.values():
                 refuse_time_first(stage.layers, stage.first_layer)
-        self._shards = self._parameter_shards(early)
         stages = list(self._stages.values())
         self.training = Training(stages, pipeline.optimizer, pipeline.lr_scheduler, pipeline.seed, self._shards)
         loss = StageLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self.device)
