@@ -295,14 +295,20 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         else:
             of_mirrors = self.buckets.shard_gradients(self._mirrored_rank) if self._mirrored_rank is not None else {}
             self._shards.step(self.buckets.shard_gradients(), of_mirrors)
-            self._lacks_updates = self.has_mirrors
+            self._lacks_updates = self.has_mirrors and not self._updates_all
         self.clear_gradients()
 
     def exchange_updates(self) -> None:
         """Get the parameters that other workers have updated, where the optimizer's state is sharded."""
         if self.is_sharded:
-            self.buckets.share_updates()
+            if not self._updates_all:
+                self.buckets.share_updates()
             self._lacks_updates = False
+
+    @property
+    def _updates_all(self) -> bool:
+        """Whether this worker's shards and mirrors are the whole parameters."""
+        return self.has_mirrors and self._exchange is not None and len(self._exchange.counts) <= 2
 
     @property
     def _mirrored_rank(self) -> int | None:
