@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,6 @@ from lp_pipe.rl.replay.rate_limiter import SampleToInsertRatio
 from lp_pipe.rl.replay.snapshot import Snapshots, read_snapshots
 from lp_pipe.rl.replay.table import Sample, Table, TableState
 from lp_pipe.rl.tree import concatenated, leaves_of, row
-from lp_pipe.rpc.daemon_pool import settle
 
 
 @dataclass(frozen=True)
@@ -389,9 +387,7 @@ class SavedTable:
         """Take the state of this moment; write it in a thread."""
         assert self._table is not None
         self._snapshots.take(self._table.own_state(), [self._table.table])
-        written: Future[dict[str, str]] = Future()
-        Thread(target=settle, args=(written, lambda: self._snapshots.write(path)), name="checkpoint of a table").start()
-        return written
+        return self._snapshots.write_in_thread(path)
 
     def load(self, path: Path) -> None:
         """Continue from the state in a folder; if there is no table, keep the state."""

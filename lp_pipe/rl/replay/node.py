@@ -1,6 +1,7 @@
 """The node that serves replay tables: calls that a rate limiter holds back wait without a thread."""
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -12,8 +13,9 @@ import numpy as np
 import lp_pipe as lp
 from lp_pipe.errors import CheckpointError
 from lp_pipe.rl.replay.snapshot import Snapshots, read_snapshots
-from lp_pipe.rl.replay.table import Sample, Table, TableState
-from lp_pipe.rl.tree import Array, leaves_of
+from lp_pipe.rl.replay.table import Table, TableState
+from lp_pipe.rl.tree import leaves_of
+from lp_pipe.rpc.daemon_pool import settle
 
 
 class ReplayNode(lp.CourierNode):
@@ -28,7 +30,7 @@ class ReplayNode(lp.CourierNode):
         """
         if not tables:
             raise ValueError("a replay node needs at least one table: rl.ReplayNode({'replay': rl.Table(10_000)})")
-        super().__init__(ReplayServer, dict(tables), seed)
+        super().__init__(ReplayServer, dict(tables), seed, courier_kwargs={"thread_pool_size": 0})
 
 
 class ReplayPart:
@@ -57,11 +59,14 @@ class _Waiting(NamedTuple):
 
     items: int
     work: Callable[[], Any]
-    result: "asyncio.Future[Any]"
+    result: "Future[Any]"
 
 
 class _Served:
-    """A table with the calls that wait for its limiter, of each kind in the order of arrival."""
+    """A table with the calls that wait for its limiter, of each kind in the order of arrival.
+
+    Its methods are called with the server's lock held.
+    """
 
     def __init__(self, name: str, state: TableState) -> None:
         self._name = name
@@ -69,47 +74,54 @@ class _Served:
         self._inserts: deque[_Waiting] = deque()
         self._samples: deque[_Waiting] = deque()
 
-    async def insert(self, count: int, work: Callable[[], Any]) -> Any:
+    def insert(self, count: int, work: Callable[[], Any]) -> Any:
         self.state.options.rate_limiter.check_insert(count, self._name)
-        return await self._in_turn(self._inserts, self.state.may_insert, count, work)
+        return self._in_turn(self._inserts, self.state.may_insert, count, work)
 
-    async def sample(self, count: int, work: Callable[[], Any]) -> Any:
+    def sample(self, count: int, work: Callable[[], Any]) -> Any:
         self.state.options.rate_limiter.check_sample(count, self._name)
-        return await self._in_turn(self._samples, self.state.may_sample, count, work)
+        return self._in_turn(self._samples, self.state.may_sample, count, work)
 
     def serve_waiting(self) -> None:
         """Answer all waiting calls that may pass now, each kind in the order of arrival."""
-        is_served = True
+        is_served = bool(self._inserts or self._samples)
         while is_served:
             is_served = self._serve_first(self._inserts, self.state.may_insert)
             is_served |= self._serve_first(self._samples, self.state.may_sample)
 
-    async def _in_turn(
+    def _in_turn(
         self, queue: deque[_Waiting], may_pass: Callable[[int], bool], count: int, work: Callable[[], Any]
     ) -> Any:
+        """Return the result, or a coroutine that waits for it and is cancelled if the caller goes."""
         if not queue and may_pass(count):
             result = work()
             self.serve_waiting()
             return result
-        waiting = _Waiting(count, work, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(count, work, Future())
         queue.append(waiting)
-        return await waiting.result
+        return _until_done(waiting.result)
 
     def _serve_first(self, queue: deque[_Waiting], may_pass: Callable[[int], bool]) -> bool:
-        while queue and queue[0].result.done():
+        while queue and queue[0].result.cancelled():
             queue.popleft()  # its caller has gone
         if not queue or not may_pass(queue[0].items):
             return False
         waiting = queue.popleft()
-        try:
-            waiting.result.set_result(waiting.work())
-        except Exception as error:  # belongs to this caller, not to the one whose call made room
-            waiting.result.set_exception(error)
+        if waiting.result.set_running_or_notify_cancel():
+            settle(waiting.result, waiting.work)  # an error is this caller's, not that of the call which made room
         return True
 
 
+async def _until_done(result: "Future[Any]") -> Any:
+    return await asyncio.wrap_future(result)
+
+
 class ReplayServer:
-    """What a replay node serves. All handlers run in one event loop, so a table needs no lock."""
+    """What a replay node serves.
+
+    A handler runs in the thread that has read the call, so calls of one client keep their order, and returns at once.
+    Only a call that must wait for its limiter becomes a task in the event loop.
+    """
 
     def __init__(self, tables: Mapping[str, Table], seed: int) -> None:
         seeds = np.random.SeedSequence(seed).spawn(len(tables))
@@ -118,8 +130,9 @@ class ReplayServer:
             for (name, table), one in zip(tables.items(), seeds, strict=True)
         }
         self._snapshots = Snapshots()
+        self._lock = threading.Lock()
 
-    async def insert(self, table: str, items: Any, priorities: Any = None) -> Array:
+    def insert(self, table: str, items: Any, priorities: Any = None) -> Any:
         """Insert a tree of arrays with one leading axis, once the table's limiter admits it; return the keys.
 
         Raises:
@@ -127,11 +140,11 @@ class ReplayServer:
         """
         served = self._of(table)
         count = next((len(leaf) for _, leaf in leaves_of(items)), 0)
-        keys: Array = await served.insert(count, lambda: served.state.insert(items, priorities))
-        return keys
+        with self._lock:
+            return served.insert(count, lambda: served.state.insert(items, priorities))
 
-    async def sample(self, table: str, n: int) -> Sample:
-        """Return n items, once the table's limiter admits it.
+    def sample(self, table: str, n: int) -> Any:
+        """Return n items as a `Sample`, once the table's limiter admits it.
 
         Raises:
             ValueError: the call can never pass.
@@ -139,46 +152,52 @@ class ReplayServer:
         if n < 1:
             raise ValueError(f"sample: n must be at least 1, got {n}")
         served = self._of(table)
-        sample: Sample = await served.sample(n, lambda: served.state.sample(n))
-        return sample
+        with self._lock:
+            return served.sample(n, lambda: served.state.sample(n))
 
-    async def update_priorities(self, table: str, keys: Any, values: Any) -> None:
+    def update_priorities(self, table: str, keys: Any, values: Any) -> None:
         """Set priorities of items by key; keys that are gone are ignored and counted.
 
         Raises:
             ValueError: a priority is negative or NaN.
         """
-        self._of(table).state.update_priorities(keys, values)
+        served = self._of(table)
+        with self._lock:
+            served.state.update_priorities(keys, values)
 
-    async def info(self) -> dict[str, dict[str, int]]:
+    def info(self) -> dict[str, dict[str, int]]:
         """Return the counts of each table."""
-        return {name: served.state.info() for name, served in self._tables.items()}
+        with self._lock:
+            return {name: served.state.info() for name, served in self._tables.items()}
 
-    async def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state of all tables."""
-        return {name: served.state.state_dict() for name, served in self._tables.items()}
+        with self._lock:
+            return {name: served.state.state_dict() for name, served in self._tables.items()}
 
-    async def load_state_dict(self, state: Mapping[str, Any] | Path) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | Path) -> None:
         """Continue from a state, or from the folder that `write_snapshot` has written.
 
         Raises:
             CheckpointError: the folder has other tables.
         """
-        if isinstance(state, Path):
-            self._load(state)
-        else:
-            for name, served in self._tables.items():
-                served.state.load_state_dict(state[name])
-        for served in self._tables.values():
-            served.serve_waiting()
+        with self._lock:
+            if isinstance(state, Path):
+                self._load(state)
+            else:
+                for name, served in self._tables.items():
+                    served.state.load_state_dict(state[name])
+            for served in self._tables.values():
+                served.serve_waiting()
 
-    async def take_snapshot(self) -> None:
+    def take_snapshot(self) -> None:
         """Take the state as it is now, for `write_snapshot`."""
-        self._snapshots.take(list(self._tables), [served.state for served in self._tables.values()])
+        with self._lock:
+            self._snapshots.take(list(self._tables), [served.state for served in self._tables.values()])
 
-    def write_snapshot(self, path: Path) -> dict[str, str]:
+    def write_snapshot(self, path: Path) -> "Future[dict[str, str]]":
         """Write the snapshot into a new folder; return the sha256 of the files. The tables go on meanwhile."""
-        return self._snapshots.write(path)
+        return self._snapshots.write_in_thread(path)
 
     def _load(self, path: Path) -> None:
         names, small = read_snapshots(path)

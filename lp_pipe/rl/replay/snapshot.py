@@ -3,6 +3,7 @@
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ import numpy as np
 
 from lp_pipe.checkpoint.part_files import PartFile, PartFiles
 from lp_pipe.rl.tree import Array
+from lp_pipe.rpc.daemon_pool import settle
 
 _STATE = "state.pickle"
 
@@ -94,6 +96,13 @@ class Snapshots:
         finally:
             for table in tables:
                 table.close()
+
+    def write_in_thread(self, folder: Path) -> "Future[dict[str, str]]":
+        """Write what was taken in a thread of its own, as `write` does."""
+        written: Future[dict[str, str]] = Future()
+        work = partial(self.write, folder)
+        threading.Thread(target=settle, args=(written, work), name="checkpoint of a table", daemon=True).start()
+        return written
 
 
 def segment_file(table: int, segment: int) -> str:

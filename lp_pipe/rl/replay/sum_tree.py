@@ -59,14 +59,21 @@ class SumTree:
 
     def find(self, shares: Array) -> Array:
         """Return, for each share (0 to below 1) of the total, the index at that place; its weight is above 0."""
-        rests = shares * self._sums[1]
-        places = np.ones(len(rests), dtype=np.int64)
-        for _ in range(self._levels):
-            pairs = self._children.take(places, axis=0)
-            lefts = pairs[:, 0]
-            goes_right = (rests >= lefts) & (pairs[:, 1] > 0.0)  # rounding may lead past the last weight
-            rests -= lefts * goes_right
-            places += places
-            places += goes_right
+        places = self._descended(shares * self._sums[1])
+        if not self._sums[places].all():  # rounding has led past the last weight: rare
+            places = self._descended(shares * self._sums[1], may_be_past=True)
         found: Array = places - self._first_leaf
         return found
+
+    def _descended(self, rests: Array, *, may_be_past: bool = False) -> Array:
+        places = np.ones(len(rests), dtype=np.int64)
+        for _ in range(self._levels):
+            places += places
+            lefts = self._sums.take(places)
+            goes_right = rests >= lefts
+            if may_be_past:
+                goes_right &= self._sums.take(places + 1) > 0.0
+            lefts *= goes_right
+            rests -= lefts
+            places += goes_right
+        return places

@@ -436,7 +436,7 @@ class TableState:
         if isinstance(self.options.sampler, Prioritized):
             weights = (self.size * probabilities) ** -self.options.sampler.importance
             weights /= weights.max()
-        data = rebuilt(self._structure, iter([column[slots] for column in self._columns]))
+        data = rebuilt(self._structure, iter([column.take(slots, axis=0) for column in self._columns]))
         return Sample(self._keys[slots], probabilities, weights, self._times[slots], data)
 
     def _remove(self, slots: Iterable[int]) -> None:
