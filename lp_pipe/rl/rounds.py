@@ -7,6 +7,7 @@ in one thread, the nodes of `make_distributed_experiment` each in its own proces
 import copy
 import hashlib
 import math
+import pickle
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -386,7 +387,8 @@ class SavedTable:
     def save_async(self, path: Path) -> "Future[dict[str, str]]":
         """Take the state of this moment; write it in a thread."""
         assert self._table is not None
-        self._snapshots.take(self._table.own_state(), [self._table.table])
+        own = pickle.loads(pickle.dumps(self._table.own_state(), protocol=5))  # the loops of this process change it
+        self._snapshots.take(own, [self._table.table])
         return self._snapshots.write_in_thread(path)
 
     def load(self, path: Path) -> None:
