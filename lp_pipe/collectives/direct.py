@@ -78,7 +78,9 @@ class DirectBackend(Backend):
     def all_reduce(self, tensor: Tensor, op: str = "sum", call: Call | None = None) -> None:
         # Of piece i + 1 the parts travel while piece i is added, and the sums of piece i - 1 come back: each rank's
         # message m goes out after m - 2 have come in, so the channels' credits suffice.
-        reduce, pieces = reducing(op, tensor.dtype), self._cut(flat_view(tensor))
+        flat = flat_view(tensor)
+        on_host = flat.cpu()
+        reduce, pieces = reducing(op, tensor.dtype), self._cut(on_host)
         own = self._begin(call or Call("all_reduce", op, tensor.dtype, tuple(tensor.shape)), pieces[0])
         before: tuple[Sequence[Tensor], Tensor] | None = None
         for index, parts in enumerate(pieces):
@@ -93,31 +95,36 @@ class DirectBackend(Backend):
             before = parts, total
         assert before is not None, "there is at least one piece"
         self._receive_sums(*before)
+        if on_host is not flat:
+            flat.copy_(on_host)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str = "sum", call: Call | None = None) -> None:
         check_parts("reduce_scatter", input, output, self.world_size)
         reduce = reducing(op, input.dtype)
-        parts = self._equal_parts(input)
+        parts, flat = self._equal_parts(input.cpu()), flat_view(output)
         own = self._exchange(call or Call("reduce_scatter", op, input.dtype, tuple(input.shape)), parts)
-        self._reduced(own, flat_view(output), reduce, op)
+        on_host = flat if flat.is_cpu else self.empty(len(flat), flat.dtype)
+        self._reduced(own, on_host, reduce, op)
+        if on_host is not flat:
+            flat.copy_(on_host)
 
     def all_gather(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
         check_parts("all_gather", output, input, self.world_size)
         call = call or Call("all_gather", "", input.dtype, tuple(input.shape))
-        gathered = self._exchange(call, [flat_view(input)] * self.world_size)
+        gathered = self._exchange(call, [flat_view(input).cpu()] * self.world_size)
         self._put(output, gathered)
 
     def broadcast(self, tensor: Tensor, root: int, call: Call | None = None) -> None:
         check_root(root, self.world_size)
         flat = flat_view(tensor)
         call = call or Call("broadcast", "", tensor.dtype, tuple(tensor.shape), root)
-        sent = flat if self.rank == root else flat[:0]
+        sent = flat.cpu() if self.rank == root else torch.empty(0, dtype=flat.dtype, device="cpu")
         flat.copy_(self._exchange(call, [sent] * self.world_size)[root])
 
     def all_to_all(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
         check_exchanged(output, input, self.world_size)
         call = call or Call("all_to_all", "", input.dtype, tuple(input.shape))
-        self._put(output, self._exchange(call, self._equal_parts(input)))
+        self._put(output, self._exchange(call, self._equal_parts(input.cpu())))
 
     def barrier(self, call: Call | None = None) -> None:
         self._exchange(call or Call("barrier"), [torch.empty(0, device="cpu")] * self.world_size)

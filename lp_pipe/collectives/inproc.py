@@ -110,7 +110,8 @@ class InprocBackend(SharedMemoryBackend):
         return self._room.arrive(self.rank, _Arrival(self._number, call, shown, get_ident()))
 
     def _share(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        return flat, flat
+        on_host = flat.cpu()  # other ranks may use another GPU, or another stream of this one
+        return on_host, on_host
 
     def _tensor(self, rank: int, shown: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         return shown

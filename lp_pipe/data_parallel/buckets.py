@@ -12,9 +12,10 @@ Where the optimizer's state is sharded, a worker gets the sum of its shard of ea
 bucket of their own. After the update the bucket's memory carries the new parameters to the other workers.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -49,9 +50,11 @@ class Exchange:
         """The number of replicas that a worker hosts at most."""
         return max(self.counts)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory that the backend reduces without copying it."""
-        return torch.empty(numel, dtype=dtype) if self.backend is None else self.backend.empty(numel, dtype)
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory that the backend reduces, on the host without copying it."""
+        if self.backend is None or device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
+        return self.backend.empty(numel, dtype)
 
     def padded(self, numel: int) -> int:
         """Return a length from `numel` on that can be cut into a shard for each worker."""
@@ -65,7 +68,7 @@ class Exchange:
         if self.backend is None or self.push_pull is not None or self.slots == 1 == min(self.counts):
             return None
         sizes = slots.numel(), slots.numel(), 0 if is_sharded else slots.shape[1]
-        outgoing, incoming, total = (self.empty(size, slots.dtype) for size in sizes)
+        outgoing, incoming, total = (self.empty(size, slots.dtype, slots.device) for size in sizes)
         return outgoing, incoming, total
 
     def add(self, slots: Tensor, scratch: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:
@@ -115,6 +118,8 @@ class Bucket:
     scratch: tuple[Tensor, Tensor, Tensor] | None
     pending: int = 0  # parameters whose gradient is not complete
     total: Tensor = field(default_factory=lambda: torch.empty(0))
+    filled: torch.Event | None = None  # on a GPU: the gradients are complete
+    added: torch.Event | None = None  # on a GPU: the sum is made, if it was in the thread
 
 
 class GradientBuckets(GradientSums):
@@ -157,6 +162,7 @@ class GradientBuckets(GradientSums):
         self._is_closed = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._streams: dict[torch.device, torch.Stream] = {}
         self._buckets = self._layout(bucket_bytes)
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.places}
         self._hooks = [self._hooked(index, parameter) for index, parameter in enumerate(self._parameters)]
@@ -184,6 +190,7 @@ class GradientBuckets(GradientSums):
         self._sums_of_step = []
         for bucket in self._buckets:
             bucket.pending = len(bucket.places)
+            bucket.filled = bucket.added = None
 
     def select(self, slot: int, *, is_last: bool) -> None:
         """Let the next backwards add to the gradient of another hosted replica.
@@ -346,31 +353,33 @@ class GradientBuckets(GradientSums):
         return self._buckets[-1].total[self._flags_at :]
 
     def _layout(self, bucket_bytes: int) -> list[Bucket]:
-        """Return the buckets: parameters of one dtype, the last ones first."""
-        found: list[tuple[torch.dtype, dict[int, tuple[int, int]], int]] = []
-        by_dtype: dict[torch.dtype, list[int]] = {}
+        """Return the buckets: parameters of one dtype and device, the last ones first."""
+        found: list[tuple[tuple[torch.dtype, torch.device], dict[int, tuple[int, int]], int]] = []
+        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index in reversed(range(len(self._parameters))):
-            by_dtype.setdefault(self._parameters[index].dtype, []).append(index)
-        for dtype, indices in by_dtype.items():
-            line = _LINE_BYTES // dtype.itemsize
+            parameter = self._parameters[index]
+            by_kind.setdefault((parameter.dtype, parameter.device), []).append(index)
+        for kind, indices in by_kind.items():
+            itemsize = kind[0].itemsize
+            line = _LINE_BYTES // itemsize
             places: dict[int, tuple[int, int]] = {}
             end = 0
             for index in indices:
                 numel = self._parameters[index].numel()
-                if places and (end + numel) * dtype.itemsize > bucket_bytes:
-                    found.append((dtype, places, end))
+                if places and (end + numel) * itemsize > bucket_bytes:
+                    found.append((kind, places, end))
                     places, end = {}, 0
                 places[index] = end, end + numel
                 end += -(-numel // line) * line
-            found.append((dtype, places, end))
+            found.append((kind, places, end))
         if self._is_sharded or self.has_flags_apart or not found:  # the flags alone
-            found.append((torch.float32, {}, 0))
+            found.append(((torch.float32, torch.device("cpu")), {}, 0))
         self._flags_at = found[-1][2]
         buckets = []
-        for number, (dtype, places, end) in enumerate(found):
+        for number, ((dtype, device), places, end) in enumerate(found):
             numel = end + (len(self._parameters) + self._num_extra if number == len(found) - 1 else 0)
             padded = self._exchange.padded(numel)
-            slots = self._exchange.empty(self._exchange.slots * padded, dtype).zero_()
+            slots = self._exchange.empty(self._exchange.slots * padded, dtype, device).zero_()
             bucket = Bucket(number, slots.view(self._exchange.slots, padded), places, [], None)
             is_sharded = self._is_sharded and number < len(found) - 1  # all workers need the whole flags
             bucket.scratch = self._exchange.scratch(bucket.slots, is_sharded=is_sharded)
@@ -430,6 +439,7 @@ class GradientBuckets(GradientSums):
         if window[index] == expected:
             bucket.pending -= 1
             if not bucket.pending:
+                bucket.filled = _event_now(bucket.slots.device)
                 with self._changed:
                     while self._ready < len(self._buckets) and not self._buckets[self._ready].pending:
                         self._ready += 1
@@ -452,7 +462,9 @@ class GradientBuckets(GradientSums):
                 bucket = self._buckets[self._summed]
             error: BaseException | None = None
             try:
-                self._timed_sum(bucket)
+                with self._stream_of(bucket):
+                    self._timed_sum(bucket)
+                    bucket.added = _event_now(bucket.slots.device)
             except BaseException as caught:  # belongs to the thread that waits for the sums
                 error = caught
             with self._changed:
@@ -470,9 +482,25 @@ class GradientBuckets(GradientSums):
             error, self._error = self._error, None
         if error is not None:
             raise error
+        for bucket in self._buckets[: self._summed]:
+            if bucket.added is not None:
+                torch.accelerator.current_stream(bucket.slots.device).wait_event(bucket.added)
         while self._summed < len(self._buckets):
             self._timed_sum(self._buckets[self._summed])
             self._summed += 1
+
+    @contextlib.contextmanager
+    def _stream_of(self, bucket: Bucket) -> Iterator[None]:
+        """Work in the body after the bucket's gradients, and beside the backward, on a stream of this thread."""
+        if bucket.filled is None:
+            yield
+            return
+        device = bucket.slots.device
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        with self._streams[device] as stream:
+            stream.wait_event(bucket.filled)
+            yield
 
     def _timed_sum(self, bucket: Bucket) -> None:
         began = time.monotonic()
@@ -505,3 +533,8 @@ class GradientBuckets(GradientSums):
             flags = [float(index in every) for index in range(len(self._parameters))] + [*self._extra_flags()]
             bucket.slots[:, self._flags_at :].zero_()
             bucket.slots[0, self._flags_at : self._flags_at + len(flags)] = torch.tensor(flags, dtype=torch.float32)
+
+
+def _event_now(device: torch.device) -> torch.Event | None:
+    """Return the event that the work which is queued on the current stream is done; None on the host."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()

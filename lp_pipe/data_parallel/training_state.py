@@ -279,6 +279,7 @@ class TrainingState:
         ]
         with generators_locked():  # a worker in another thread may be in a shard
             generators = torch.get_rng_state(), random.getstate()
+            of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
         def undo() -> None:
             for name, state in kept.items():
@@ -288,6 +289,8 @@ class TrainingState:
             with generators_locked():
                 torch.set_rng_state(generators[0])
                 random.setstate(generators[1])
+                if of_gpus is not None:
+                    torch.cuda.set_rng_state_all(of_gpus)
 
         return undo
 
@@ -329,7 +332,7 @@ def _has_mirrors(part: Any) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _described(tensor: tuple[str, list[int], str]) -> str:

@@ -204,7 +204,8 @@ class ReplicaWorkers:
         data = data if is_root else torch.zeros(int(size), dtype=torch.uint8)
         self.backend.broadcast(data, root, call=_BYTES)
         text = data.numpy().tobytes()
-        received = value if is_root else torch.load(io.BytesIO(self._opened(text, root)), weights_only=False)
+        # The root's GPU may be none of this worker's: load_state_dict copies to where its own tensors are.
+        received = value if is_root else torch.load(io.BytesIO(self._opened(text, root)), "cpu", weights_only=False)
         self._messages += 1
         return received
 

@@ -54,11 +54,12 @@ def build() -> Net:
         return Net()
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Return 10 samples, or 3 in each third step, which are fewer than there are replicas."""
     generator = torch.Generator().manual_seed(step)
     size = 10 if step % 3 else 3
-    return torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+    x, y = torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+    return x.to(device), y.to(device)
 
 
 def configure(step: int, model: Any) -> None:
@@ -105,15 +106,15 @@ def accumulate(
 
 
 def plain_loop(
-    steps: int, replicas: int, microbatches: int = 1, clip: float | None = 0.5
+    steps: int, replicas: int, microbatches: int = 1, clip: float | None = 0.5, device: str = "cpu"
 ) -> tuple[Net, torch.optim.Optimizer]:
     """Train in one plain loop."""
-    model = build()
+    model = build().to(device)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     for step in range(steps):
         configure(step, model)
-        accumulate(model, step, batch(step), replicas, microbatches, F.cross_entropy)
+        accumulate(model, step, batch(step, device), replicas, microbatches, F.cross_entropy)
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -130,11 +131,13 @@ def train(
     zero: int = 0,
     clip: float | None = 0.5,
     is_meta: bool = False,
+    device: str = "cpu",
 ) -> None:
     """Train replicated; write what came out as rank{rank}.pt. is_meta: build a sharded model on the meta device."""
     with pp.layer_rng(SEED, 0):
         with torch.device("meta" if is_meta else "cpu"):
             model: nn.Module = Net()
+        model = model if is_meta else model.to(device)
         if zero >= 2:
             model = replica.shard(model, zero)
     adam = torch.optim.Adam(model.parameters(), 0.01)
@@ -143,7 +146,7 @@ def train(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     for step in replica.steps(steps, save_every, model=model, optimizer=optimizer, scheduler=scheduler):
         configure(step, model)
-        for shard in replica.shards(batch(step), microbatches):
+        for shard in replica.shards(batch(step, device), microbatches):
             (F.cross_entropy(model(shard.input), shard.target) * shard.weight).backward()
         optimizer.step()
         scheduler.step()
