@@ -283,7 +283,7 @@ class _OrderedSum:
         (numel,) = size
         if not self._has_input:
             self._has_input = True
-            return self._exchange.empty(numel, dtype)
+            return self._exchange.empty(numel, dtype, device)
         if self._room is None or (len(self._room), self._room.dtype) != (numel, dtype):
             self._room = lasting_empty(numel, dtype, device)
         return self._room
