@@ -70,19 +70,22 @@ def test_spike_of_one_point_is_in_a_bucket(num_cases: int, length: int) -> None:
     print("seed", seed)
     chance, values = random.Random(seed), np.random.default_rng(seed).random(length)
     steps = np.arange(float(length))
-    for _ in range(num_cases):
-        at, spike = chance.randrange(length), chance.choice([-1e3, 1e3])
+    for _ in range(num_cases // 2):  # one spike down and one up in each series
+        spikes = dict(zip(chance.sample(range(length), 2), (-1e3, 1e3), strict=True))
+        usual = {at: values[at] for at in spikes}
+        for at, spike in spikes.items():
+            values[at] = spike
         series, done = Series(), 0
-        usual, values[at] = values[at], spike
         while done < length:
             end = done + chance.choice([1, 300, length // 3])
             series.extend(steps[done:end], steps[done:end], values[done:end])
             done = min(length, end)
-        values[at] = usual
+        for at, value in usual.items():
+            values[at] = value
         series.settle()
         assert (series.count, len(series.rows) <= MAX_BUCKETS) == (length, True)
         low, high = series.rows[:, 2:4].tolist(), series.rows[:, 5:7].tolist()
-        assert [spike, at] in (low if spike < 0 else high)
+        assert all([spike, at] in (low if spike < 0 else high) for at, spike in spikes.items())
 
 
 @pytest.mark.parametrize("num_cases", [20, pytest.param(1000, marks=pytest.mark.slow)])
