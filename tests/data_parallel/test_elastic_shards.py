@@ -170,3 +170,11 @@ def test_a_worker_that_is_killed_at_a_random_moment_loses_no_shard(
     dp.add_replicas(program, killed_at_some_moment, str(tmp_path), name, after_s, **options)
     launched(program, "process").wait(WITHIN_S)
     assert differences(tmp_path, *plain_loop(60, 4, clip=None)) == []
+
+
+def test_mirrors_of_every_nth_step_are_refused_by_name(launched: Any, tmp_path: Path) -> None:
+    program = lp.Program("replicas")
+    dp.add_replicas(program, train, str(tmp_path), 1, zero=1, replicas=2, on_failure="shrink", mirror_every=2)
+    with pytest.raises(lp.NodeError, match="mirror_every=2") as failed:
+        launched(program).wait(WITHIN_S)
+    assert failed.value.type_name == "NotSupported"
