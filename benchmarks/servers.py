@@ -163,19 +163,26 @@ def _replica(job: dict[str, Any], push_pull: PushPull) -> dp.Replica:
 
 
 def _step_seconds(job: dict[str, Any], push_pull: PushPull, steps: int) -> float:
-    """Return the seconds of a step of a model of sleeping layers, in the usual loop."""
+    """Return the seconds of a step of a model of sleeping layers, in the usual loop.
+
+    From a step's beginning to a later one's, when as many sums are on their way. In theory a step takes 0.94 s without
+    priority and 0.78 s with it, 0.83 of the time: the link is busy for 0.67 s, and the front layer's sum takes 0.08 s.
+    """
     replica = _replica(job, push_pull)
     model = nn.Sequential(*(SleepingLayer() for _ in range(_LAYERS)))
     optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), 1e-3), model)
     batch, began = (torch.ones(WORKERS, 4), torch.ones(WORKERS)), 0.0
-    for step in replica.steps(_WARM_UP + steps, model=model):
+    ended = began
+    for step in replica.steps(_WARM_UP + steps + 1, model=model):  # one more: the last sums are waited for
         if step == _WARM_UP:
             began = time.perf_counter()
+        elif step == _WARM_UP + steps:
+            ended = time.perf_counter()
         for x, _, weight in replica.shards(batch):
             (model(x.requires_grad_()).mean() * weight).backward()
         optimizer.step()
     model.state_dict()  # waits for the last updates
-    return (time.perf_counter() - began) / steps
+    return (ended - began) / steps
 
 
 # --- asynchronous training ---
