@@ -33,7 +33,7 @@ MODULES = (
     "lp_pipe.telemetry.sinks",
 )
 SECTIONS = {
-    "Start": ("tutorial", "nodes", "runs", "metrics", "tracing", "hangs", "testing"),
+    "Start": ("tutorial", "nodes", "runs", "watching", "metrics", "tracing", "hangs", "testing"),
     "Training": ("pipeline", "partitioning", "data", "data_parallel", "reliability", "gpu"),
     "More programs": ("programs", "search", "agents"),
     "Several hosts": ("multi_host", "security"),
@@ -190,7 +190,8 @@ def text_of(found: Any) -> str:
 
 
 def error_catalogue() -> str:
-    """Return a page with every exception: its built-in base class, and what it means."""
+    """Return a page with every exception: its base classes, what it means, and what docs/hangs.md says to do."""
+    advice = _advice()
     rows = [
         "# Errors",
         "",
@@ -199,9 +200,22 @@ def error_catalogue() -> str:
     ]
     for name, found in sorted(vars(errors).items()):
         if inspect.isclass(found) and issubclass(found, Exception) and not name.startswith("_"):
-            bases = ", ".join(f"`{base.__name__}`" for base in found.__mro__[1:-2])
-            rows += [f"## {name}", "", f"Is a {bases}.", "", inspect.getdoc(found) or "", ""]
+            bases = ", ".join(f"`{base.__name__}`" for base in found.__mro__[1:-3])
+            is_a = f"Is a {bases}." if bases else "Is an `Exception`."
+            rows += [f"## {name}", "", is_a, "", inspect.getdoc(found) or "", ""]
+            rows += [f"What to look at: {advice[name]}", ""] if name in advice else []
     return "\n".join(rows)
+
+
+def _advice() -> dict[str, str]:
+    """Return the last column of the table of errors, by the names in the first one; the first row of a name counts."""
+    found: dict[str, str] = {}
+    for line in (ROOT / "docs" / "hangs.md").read_text(encoding="utf-8").splitlines():
+        cells = line.strip("|").split(" | ")
+        if len(cells) == 3:
+            for name in re.findall(r"`([A-Z]\w+)", cells[0]):
+                found.setdefault(name, cells[2].strip().replace("](#", "](hangs.md#"))
+    return found
 
 
 def navigation(pages: Path, api: list[dict[str, str]]) -> list[dict[str, Any]]:
