@@ -13,6 +13,7 @@ from torch import nn
 import lp_pipe as lp
 import lp_pipe.data_parallel as dp
 from lp_pipe.testing.faults import kill
+from tests.data_parallel.test_servers import learn_digits
 from tests.waiting import until
 
 STEPS = 6
@@ -184,3 +185,15 @@ def test_killed_servers_and_workers_lose_no_gradient(
         kill(run, (label, draw.randrange(len(program.groups[label]))))
     run.wait(WITHIN_S)
     assert_sum_of_all(tmp_path, 3, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", [dp.TopK(0.01), dp.OneBit(), dp.Fp16()])
+def test_compressed_asynchronous_gradients_learn_as_well(launched: Any, compression: Any) -> None:
+    pytest.importorskip("sklearn")
+    found: list[float] = []
+    program = lp.Program("digits")
+    servers = dp.Servers(2, compression=compression)
+    dp.add_replicas(program, learn_digits, found, replicas=2, backend=servers, mode="async")
+    launched(program).wait(WITHIN_S)
+    assert found[0] > 0.94, found
