@@ -191,6 +191,7 @@ def test_rl_replay_compares_every_party_that_is_installed() -> None:
             assert_is_spread(values)
     assert set(result["missing"]) == {"Ray", "Reverb"} - set(result["rates"])
     assert all(percent < 3.0 for percent in result["growth_percent"].values())
+    assert result["checkpoint"]["written_percent"] < 5.0
 
 
 def test_rl_actors_measures_every_number_of_actors() -> None:
