@@ -16,6 +16,7 @@ from torch import Tensor
 from lp_pipe.collectives.backend import Backend, Call, check_exchanged, check_parts, check_root, flat_view, reducing
 
 _PIECE_BYTES = 128 << 10  # the operands of one addition stay in the processor's cache
+_BROADCAST_BYTES = 4 << 20  # memory that is shared stays: a whole model need not have a copy there
 _LINE = 64  # elements: no two ranks write to one cache line
 
 _BARRIER = Call("barrier")
@@ -108,14 +109,14 @@ class SharedMemoryBackend(Backend):
 
     def broadcast(self, tensor: Tensor, root: int, call: Call | None = None) -> None:
         check_root(root, self.world_size)
-        flat = flat_view(tensor)
-        shared, shown = self._share(flat) if self.rank == root else (flat, None)
         call = call or Call("broadcast", "", tensor.dtype, tuple(tensor.shape), root)
-        of_ranks = self._arrive(call, shown)
-        if self.rank != root:
-            flat.copy_(self._tensor(root, of_ranks[root], len(flat), tensor.dtype))
-        self._arrive(_LEAVE, None)
-        del shared  # its memory must last until all have read it
+        for piece in flat_view(tensor).split(_BROADCAST_BYTES // tensor.dtype.itemsize):
+            shared, shown = self._share(piece) if self.rank == root else (piece, None)
+            of_ranks = self._arrive(call, shown)
+            if self.rank != root:
+                piece.copy_(self._tensor(root, of_ranks[root], len(piece), tensor.dtype))
+            self._arrive(_LEAVE, None)
+            del shared  # its memory must last until all have read it
 
     def all_to_all(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
         check_exchanged(output, input, self.world_size)
