@@ -63,6 +63,7 @@ class ShardedModel:
         for unit, unit_sum in zip(units, self.sums, strict=True):
             assert isinstance(unit, FSDPModule)
             unit.set_custom_reduce_scatter(cast(Any, unit_sum))  # the base class has a private name
+            unit.set_custom_all_gather(cast(Any, _SharedGather(exchange)))
             unit.set_gradient_divide_factor(1.0)
         if is_meta:
             with lasting():
@@ -263,6 +264,22 @@ class ShardedGradients(GradientSums):
     def close(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+
+
+class _SharedGather:
+    """Gathers the parameters of a unit in memory that is used again, and that other workers read where it is."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        (numel,) = size
+        return self._exchange.empty(numel, dtype)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _OrderedSum:

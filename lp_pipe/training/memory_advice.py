@@ -15,7 +15,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation of Python or torch has failed, on the CPU or a GPU."""
     if isinstance(error, _OUT_OF_MEMORY):
         return True
-    return isinstance(error, RuntimeError | OSError) and any(message in str(error) for message in _MESSAGES)
+    if isinstance(error, RuntimeError | OSError) and any(message in str(error) for message in _MESSAGES):
+        return True
+    before = error.__cause__ or error.__context__  # torch.save raises another error when it closes what it has begun
+    return before is not None and is_out_of_memory(before)
 
 
 @contextlib.contextmanager
