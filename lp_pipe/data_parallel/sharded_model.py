@@ -274,7 +274,7 @@ class _SharedGather:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         (numel,) = size
-        return self._exchange.empty(numel, dtype)
+        return self._exchange.empty(numel, dtype, device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
