@@ -42,7 +42,7 @@ DESCRIPTION = (
     "metrics, logs, the pipeline's timeline, hangs, experiments, checkpoints. The page is served to this host only, "
     "unless --host says otherwise."
 )
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
 
 USAGE = "lp_pipe ui [RUN|FOLDER] [--port N] [--open] [--read-only]"
 
@@ -132,7 +132,8 @@ def _share_one_arena() -> None:
     with contextlib.suppress(AttributeError, OSError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_ARENA_MAX, 1)
-        mallopt(_M_MMAP_THRESHOLD, 256 << 10)
+        mallopt(_M_TRIM_THRESHOLD, 8 << 20)
+        mallopt(_M_MMAP_THRESHOLD, 4 << 20)  # arrays of one block of lines stay: new pages would double its time
 
 
 def _close_at_end_of_stdin(server: DashboardServer) -> None:
