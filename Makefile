@@ -237,7 +237,8 @@ docs: setup  ## the docs as a site in build/docs/site, with an API reference; op
 	cd build/docs && ../../$(BIN)/zensical build --clean --strict
 
 # Every Python that the machine has runs README's thirty lines with the wheel, in an environment of its own.
-DIST_PYTHONS = $(shell for minor in 11 12 13 14; do command -v python3.$$minor; done)
+# `true`: of a command that ends with 127, as `command -v` does where there is none, make drops the output.
+DIST_PYTHONS = $(shell for minor in 11 12 13 14; do command -v python3.$$minor; done; true)
 
 dist: setup  ## build sdist and wheel in dist/, check them, and run README's program with the wheel in fresh environments
 	@rm -rf dist
