@@ -276,10 +276,11 @@ class _SharedGather:
         (numel,) = size
         return self._exchange.empty(numel, dtype, device)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        if self._exchange.backend is None:
+            output_tensor.copy_(input_tensor)
+        else:
+            self._exchange.backend.all_gather(output_tensor, input_tensor)
 
 
 class _OrderedSum:
