@@ -11,7 +11,7 @@ import lp_pipe as lp
 import lp_pipe.data_parallel as dp
 import lp_pipe.pipeline as pp
 
-LAYERS, WIDTH = 48, 1024  # a heap grows by 64 MiB, which is little beside them
+LAYERS, WIDTH = 64, 1024  # a heap grows by 64 MiB, which is little beside them
 PARAMETERS = LAYERS * WIDTH**2
 
 
