@@ -108,7 +108,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             return
         self.inner.load_state_dict({**state_dict, "state": {}})
         states = state_dict["state"]
-        self._shards.forget()
         self._shards.take_whole(
             {parameter: states[index] for index, parameter in enumerate(self._parameters()) if index in states}
         )
@@ -161,10 +160,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[nn.Parameter]:
         """Return the parameters in the order of the groups, which is that of a state_dict."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the replica whose turn it is. `step` leaves none, so no loop needs this."""
-        self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.inner.add_param_group(param_group)

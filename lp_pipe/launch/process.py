@@ -176,7 +176,7 @@ class ProcessHost(Host):
 
     def close(self) -> None:
         if self._pings is not None:
-            self._pings.end()
+            self._pings.is_over.set()
         if self._listener is not None:
             self._listener.close()
         if self._template is not None:

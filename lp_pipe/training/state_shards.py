@@ -197,7 +197,8 @@ class StateShards:
         return found
 
     def take_whole(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Set the state of shards and mirrors from that of whole parameters, which is copied."""
+        """Replace the state of shards and mirrors by that of whole parameters, which is copied."""
+        self._state.clear()
         for shards in (self._own, self._mirrors):
             for parameter, trained in shards.items():
                 if parameter in states:
@@ -220,10 +221,6 @@ class StateShards:
         """Return where this rank's shard of a parameter begins and ends; it may be empty."""
         trained = self._own.get(parameter)
         return (0, 0) if trained is None else (trained.shard.begin, trained.shard.end)
-
-    def forget(self) -> None:
-        """Drop the state of all shards."""
-        self._state.clear()
 
     def undoing(self) -> Callable[[], None]:
         """Return a function that brings the present state back."""

@@ -362,7 +362,9 @@ def check_descriptors(nodes: int) -> None:
 
 
 class LauncherPings:
-    """Pings every second, in a thread of its own, until `end`. From `suspend` to `resume` the template expects none.
+    """Pings the template and the nodes every second, in a thread of its own, until `is_over` is set.
+
+    From `suspend` to `resume` the template expects none.
 
     streams: of the nodes, by node_id; nodes may be added later.
     """
@@ -370,7 +372,7 @@ class LauncherPings:
     def __init__(self, template: Template, streams: Mapping[str, NodeLink]) -> None:
         self._template = template
         self._streams = streams
-        self._is_over = threading.Event()
+        self.is_over = threading.Event()
         self._last = time.monotonic()
         self._is_suspended = False
         threading.Thread(target=self._run, name="launcher pings", daemon=True).start()
@@ -385,11 +387,8 @@ class LauncherPings:
         self._is_suspended = False
         self._template.resume()
 
-    def end(self) -> None:
-        self._is_over.set()
-
     def _run(self) -> None:
-        while not self._is_over.wait(_PING_EVERY_S):
+        while not self.is_over.wait(_PING_EVERY_S):
             silence_s, self._last = time.monotonic() - self._last, time.monotonic()
             if silence_s > LAUNCHER_PATIENCE_S and not self._is_suspended:
                 _log.warning(

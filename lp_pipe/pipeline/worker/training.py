@@ -347,7 +347,6 @@ class Training:
         for group, _, parameter in self._grouped():
             if parameter in of_parameters:
                 group.update(of_parameters[parameter].options)
-        self._states.forget()
         self._states.take_whole({parameter: state for parameter, (state, _) in of_parameters.items()})
 
     def _grouped(self) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
