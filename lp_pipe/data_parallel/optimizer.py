@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.data_parallel.buckets import Exchange, GradientBuckets
+from lp_pipe.data_parallel.buckets import GradientBuckets
+from lp_pipe.data_parallel.exchange import Exchange
 from lp_pipe.data_parallel.gradient_sums import GradientSums
 from lp_pipe.data_parallel.late_updates import LateSum, LateUpdates
 from lp_pipe.data_parallel.served_buckets import ServedBuckets

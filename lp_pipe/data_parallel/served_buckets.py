@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.collectives.push_pull import PendingSum
-from lp_pipe.data_parallel.buckets import Bucket, Exchange, GradientBuckets
+from lp_pipe.data_parallel.buckets import Bucket, GradientBuckets
+from lp_pipe.data_parallel.exchange import Exchange
 from lp_pipe.data_parallel.late_updates import LateSum
 from lp_pipe.errors import DataParallelError
 

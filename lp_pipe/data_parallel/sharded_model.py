@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lp_pipe.collectives.backend import Call
-from lp_pipe.data_parallel.buckets import Exchange
+from lp_pipe.data_parallel.exchange import Exchange
 from lp_pipe.data_parallel.gradient_sums import BucketSum, GradientSums
 from lp_pipe.errors import DataParallelError
 from lp_pipe.private_torch import buffers_of, norms_of_each, parameters_of

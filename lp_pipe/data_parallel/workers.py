@@ -20,7 +20,7 @@ from lp_pipe.collectives.meeting_facts import Facts
 from lp_pipe.collectives.process_group import open_process_group
 from lp_pipe.connections import run_endpoints
 from lp_pipe.context import NodeContext
-from lp_pipe.data_parallel.buckets import Exchange
+from lp_pipe.data_parallel.exchange import Exchange
 from lp_pipe.errors import DataParallelError, NotSupported, Unauthenticated
 from lp_pipe.membership import Membership
 from lp_pipe.rpc import CourierClient

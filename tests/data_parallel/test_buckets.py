@@ -10,6 +10,7 @@ from torch import nn
 import lp_pipe as lp
 import lp_pipe.data_parallel as dp
 from lp_pipe.data_parallel import buckets
+from lp_pipe.data_parallel.exchange import Exchange
 from tests.collectives.joined import Joined
 from tests.waiting import until
 
@@ -98,7 +99,7 @@ def test_on_a_gpu_sums_come_after_their_gradients_and_the_update_after_the_sums(
     monkeypatch.setattr(buckets.GradientBuckets, "_sum", summed)
     model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)])
     joined = Joined("inproc", 2)
-    exchange = buckets.Exchange(joined.backends[0], [1, 1], 0)
+    exchange = Exchange(joined.backends[0], [1, 1], 0)
     own = buckets.GradientBuckets(list(model.named_parameters()), exchange, 1024, lambda: [])
     own._expected = dict.fromkeys(range(4), 1)
     own.begin_step()
