@@ -1,12 +1,12 @@
 """The sum of the replicas' gradients over all workers, which does not depend on how many workers host them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lp_pipe.collectives.backend import Backend
+from lp_pipe.collectives.backend import Backend, Call
 from lp_pipe.collectives.push_pull import PushPull
 
 
@@ -84,3 +84,16 @@ class Exchange:
         """Return this worker's part of a tensor with one for each worker."""
         size = len(whole) // len(self.counts)
         return whole[self.rank * size : (self.rank + 1) * size]
+
+
+@torch.no_grad()
+def share_initial_values(backend: Backend, tensors: Iterable[Tensor]) -> None:
+    """Give tensors the values that they have on rank 0, one by one, so that no worker needs memory for all of them.
+
+    Raises:
+        CollectiveMismatch: the workers' tensors differ in number, shape or dtype.
+    """
+    for tensor in tensors:
+        whole = tensor.detach().contiguous()
+        backend.broadcast(whole, 0, call=Call("initial values", "", tensor.dtype, tuple(tensor.shape), 0))
+        tensor.detach().copy_(whole)

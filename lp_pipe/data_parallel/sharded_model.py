@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lp_pipe.collectives.backend import Call
-from lp_pipe.data_parallel.exchange import Exchange
+from lp_pipe.data_parallel.exchange import Exchange, share_initial_values
 from lp_pipe.data_parallel.gradient_sums import BucketSum, GradientSums
 from lp_pipe.errors import DataParallelError
 from lp_pipe.private_torch import buffers_of, norms_of_each, parameters_of
@@ -29,7 +29,6 @@ from lp_pipe.training.lasting_memory import lasting, lasting_empty
 from lp_pipe.training.state_shards import OwnShard, flat
 
 _FLAGS = Call("flags of gradients")
-_INITIAL = Call("initial parameters")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -48,10 +47,7 @@ class ShardedModel:
         self._is_raw = False
         is_meta = any(tensor.is_meta for tensor in model.state_dict(keep_vars=True).values())
         if not is_meta and exchange.backend is not None:
-            for tensor in (*model.parameters(), *model.buffers()):
-                whole = tensor.detach().contiguous()
-                exchange.backend.broadcast(whole, 0, call=_INITIAL)
-                tensor.detach().copy_(whole)
+            share_initial_values(exchange.backend, (*model.parameters(), *model.buffers()))
         mesh = DeviceMesh.from_group(group, "cpu")
         units = [*units_of(model), model]
         with lasting():

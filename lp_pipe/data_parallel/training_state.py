@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lp_pipe.checkpoint import Checkpoints
 from lp_pipe.checkpoint.parts import Stateful
 from lp_pipe.collectives.backend import Call, GenerationOver
+from lp_pipe.data_parallel.exchange import share_initial_values
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
 from lp_pipe.data_parallel.shards import ReplicaBuffers
 from lp_pipe.data_parallel.trained_model import SavedBeside, TrainedModel
@@ -126,9 +127,13 @@ class TrainingState:
         if optimizer.sharded_model is not None:
             return  # it was made the same when it was sharded
         rank, model = self._workers.membership.rank, optimizer.model
-        sent = self._workers.broadcast(model.state_dict() if rank == 0 else None, 0)
-        if rank:
-            model.load_state_dict(sent)
+        state = model.state_dict(keep_vars=True)
+        own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        share_initial_values(self._workers.backend, {id(one): one for one in state.values() if id(one) in own}.values())
+        rest = {name: value for name, value in state.items() if id(value) not in own}  # extra state, or made by hooks
+        sent = self._workers.broadcast(rest if rank == 0 else None, 0)
+        if rank and sent:
+            model.load_state_dict(sent, strict=False)
 
     def copy_state(self, root: int) -> None:
         """Give the step and the state of rank `root` to the workers that are not trained; all workers call this.
