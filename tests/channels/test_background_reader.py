@@ -11,6 +11,7 @@ from lp_pipe.channels import background_reader
 from lp_pipe.connections import Frame, PulledConnection, frames, kernel_calls
 from tests.connections.carriers import WITHIN_S, End, OpenCarrier
 from tests.connections.conftest import open_carrier as open_carrier
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(not kernel_calls.has_epoll(), reason="no epoll on this system")
 
@@ -43,11 +44,13 @@ def test_much_that_arrives_is_read_while_the_owner_does_something_else(open_carr
     for number in range(3):
         client.connection.send(Frame(frames.CALL, number, body=bytes(20 << 20)))
         was_read.get(timeout=WITHIN_S)
+        until(server.connection.try_reading)  # the background reader may be just doing it
         watched.pause()  # the rest, which the system has room for, is the owner's to read
         while server.frames.empty():
-            server.connection.read_alone(0.01)  # or the background reader is just doing it
+            if server.connection.wait(WITHIN_S):
+                server.connection.read()
+        watched.leave()
         assert server.next().id == number
-        watched.resume()
     client.connection.close("that was all")
     assert server.reason() == "that was all"
 
