@@ -25,7 +25,7 @@ from lp_pipe.data_parallel.exchange import Exchange, share_initial_values
 from lp_pipe.data_parallel.gradient_sums import BucketSum, GradientSums
 from lp_pipe.errors import DataParallelError
 from lp_pipe.private_torch import buffers_of, norms_of_each, parameters_of
-from lp_pipe.training.lasting_memory import lasting, lasting_empty
+from lp_pipe.training.lasting_memory import keep_no_holes, lasting, lasting_empty
 from lp_pipe.training.state_shards import OwnShard, flat
 
 _FLAGS = Call("flags of gradients")
@@ -48,6 +48,8 @@ class ShardedModel:
         is_meta = any(tensor.is_meta for tensor in model.state_dict(keep_vars=True).values())
         if not is_meta and exchange.backend is not None:
             share_initial_values(exchange.backend, (*model.parameters(), *model.buffers()))
+        if zero == 3:
+            keep_no_holes()
         mesh = DeviceMesh.from_group(group, "cpu")
         units = [*units_of(model), model]
         with lasting():

@@ -69,7 +69,7 @@ from lp_pipe.pipeline.worker.worker_state import WorkerState
 from lp_pipe.private_torch import buffers_of, parameters_of, version_of
 from lp_pipe.training.buffer_snapshot import BufferPlace
 from lp_pipe.training.device import choose_device, current, to_host
-from lp_pipe.training.lasting_memory import lasting
+from lp_pipe.training.lasting_memory import keep_no_holes, lasting
 from lp_pipe.training.memory_advice import advice_for_pipeline, advised
 from lp_pipe.training.rng import change_place, step_rng
 from lp_pipe.training.write_tracker import WriteTracker
@@ -99,6 +99,8 @@ class StageWorker(CommandService):
         self._name = node.name
         self._advice = advice_for_pipeline(pipeline.zero, max(pipeline.replicas), pipeline.workers)
         count, early = pipeline.replicas[self._worker], EarlyShards(self._replica, pipeline.replicas[self._worker])
+        if pipeline.zero == 3 and count > 1:
+            keep_no_holes()
         keeps = lasting() if pipeline.zero and count > 1 else contextlib.nullcontext()
         with advised(self._advice), current(self.device), keeps:
             on_built = early.take if pipeline.zero == 3 and count > 1 else lambda _: None
