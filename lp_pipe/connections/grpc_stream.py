@@ -11,7 +11,11 @@ Each connection has a channel, and so a TCP connection, of its own: gRPC's flow 
 a peer that does not read one connection must not stop the others.
 """
 
+import contextlib
+import errno
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,6 +46,8 @@ from lp_pipe.errors import Unauthenticated, Unavailable
 _CONNECT_PATIENCE_S = 5.0
 _CLOSE_PATIENCE_S = 0.2
 _LINGER_S = 5.0  # for a peer that is slow to read what was sent before the close
+_FREE_WITHIN_S = 1.0  # how long a closed listener may still have its address
+_LOOK_AGAIN_S = 1e-3
 
 
 class GrpcConnection(Connection):
@@ -246,7 +252,8 @@ class GrpcListener(Listener):
         handlers = {METHOD: grpc.stream_stream_rpc_method_handler(self._accept)}
         self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
         self._port = grpc_channels.bind(self._server, where, credentials)
-        bound = where._replace(port=self._port, bind="")
+        self._where = where._replace(port=self._port)
+        bound = self._where._replace(bind="")
         self.endpoint = bound.with_token
         self._label = str(bound)
         self.refusals = Refusals(self._label)
@@ -258,6 +265,7 @@ class GrpcListener(Listener):
         stop = threading.Thread(target=self._server.stop, args=(threading.TIMEOUT_MAX,), daemon=True)
         stop.start()
         stop.join()
+        _wait_until_free(self._where)
         self.refusals.summarize()
 
     def _accept(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -277,6 +285,23 @@ class GrpcListener(Listener):
 
     def _not_taken_in(self, error: Exception) -> None:
         self.refusals.note("a process", describe_rejection(error))
+
+
+def _wait_until_free(where: TcpEndpoint) -> None:
+    """Wait until the address can be listened at again: gRPC closes its socket some time after stop(), unannounced."""
+    with contextlib.suppress(OSError):  # of the address's look-up: it is of another host
+        family, _, _, _, address = socket.getaddrinfo(where.bind or where.host, where.port, type=socket.SOCK_STREAM)[0]
+        deadline = time.monotonic() + _FREE_WITHIN_S
+        while time.monotonic() < deadline:
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else past connections are in the way
+                try:
+                    probe.bind(address)
+                    return
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        return
+            time.sleep(_LOOK_AGAIN_S)
 
 
 def _refusal(endpoint: str, call: Any) -> Unavailable:
