@@ -297,6 +297,8 @@ class _OrderedSum:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         (numel,) = size
+        if self._exchange.backend is None:  # FSDP2 has the gradient in this memory, and sums nothing
+            return lasting_empty(numel, dtype, device)
         if not self._has_input:
             self._has_input = True
             return self._exchange.empty(numel, dtype, device)
