@@ -1,6 +1,5 @@
 """Stages on GPUs train to the bits of the plain loop on the same GPU. `make gpu-check` runs this; it needs one GPU."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,13 @@ from tests.pipeline.plain_loop import (
     squared_error,
 )
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("deterministic"),
+]
 
 BATCHES = random_batches([10, 3, 2, 12])
 STAGES: dict[str, Any] = {"stages": 2, "device": "cuda:0", "microbatches": 4}  # both on one GPU
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """cuBLAS splits sums otherwise, in the plain loop too."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])

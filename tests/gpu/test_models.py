@@ -11,19 +11,14 @@ import lp_pipe.pipeline as pp
 from tests.gpu.peers import DEVICE
 from tests.pipeline.plain_loop import PlainLoop, adam, assert_same_state, launched, random_batches, squared_error
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("deterministic"),
+]
 
 D = 8
 STAGES: dict[str, Any] = {"stages": 2, "device": DEVICE, "microbatches": 4}
 BATCHES = random_batches([8, 8], D)
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Convolves(nn.Module):
