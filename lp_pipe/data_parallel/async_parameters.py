@@ -26,7 +26,7 @@ from lp_pipe.data_parallel.parameter_store import (
     WorkerProgress,
     parameters_of,
 )
-from lp_pipe.data_parallel.training_state import TrainingState
+from lp_pipe.data_parallel.training_state import TrainingState, options_of
 from lp_pipe.data_parallel.workers import ReplicaWorkers, TrainingHasEnded
 from lp_pipe.errors import CheckpointError, DataParallelError, NotSupported, Unavailable
 from lp_pipe.training.state_shards import OwnShardState, flat, is_dense, joined
@@ -458,11 +458,6 @@ class SavedWorkers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.applied = state["applied"]
         self.places = {rank: WorkerProgress(*place) for rank, place in state["places"].items()}
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of an optimizer's group."""
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _in_order_of(parameter: nn.Parameter) -> Tensor | None:

@@ -98,13 +98,8 @@ class TrainingState:
 
     def beside_parameters(self) -> dict[str, Any]:
         """Return a copy of the state without parameters and their optimizers' state."""
-        trained = {id(part) for one in self.optimizers for part in (one, one.model)}
-        parts = {name: part.state_dict() for name, part in self._parts.items() if id(part) not in trained}
-        options = [
-            [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-            for optimizer in self.optimizers
-        ]
-        return {"parts": copy.deepcopy(parts), "options": copy.deepcopy(options), "buffers": self.buffers.values()}
+        options = [[options_of(group) for group in optimizer.param_groups] for optimizer in self.optimizers]
+        return {"parts": self._other_parts(), "options": options, "buffers": self.buffers.values()}
 
     def load_beside_parameters(self, state: Mapping[str, Any]) -> None:
         """Take a state that `beside_parameters` gave."""
@@ -114,6 +109,11 @@ class TrainingState:
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(options)
         self.buffers.put(state["buffers"])
+
+    def _other_parts(self) -> dict[str, Any]:
+        """Return copies of the states of all parts but models and their optimizers, by name."""
+        trained = {id(part) for one in self.optimizers for part in (one, one.model)}
+        return {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items() if id(part) not in trained}
 
     # ---- the same on all workers ----
 
@@ -275,13 +275,8 @@ class TrainingState:
 
     def undoing(self) -> Callable[[], None]:
         """Return a function that brings all back to the present state which only a dropped step may have changed."""
-        trained = {id(part) for one in self.optimizers for part in (one, one.model)}
-        kept = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items() if id(part) not in trained}
-        options = [
-            (group, {name: copy.copy(value) for name, value in group.items() if name != "params"})
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-        ]
+        kept = self._other_parts()
+        options = [(group, options_of(group)) for optimizer in self.optimizers for group in optimizer.param_groups]
         with generators_locked():  # a worker in another thread may be in a shard
             generators = torch.get_rng_state(), random.getstate()
             of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
@@ -330,6 +325,11 @@ class TrainingState:
             }
             self._checkpoints = Checkpoints({**self._parts, **self._trained, **beside, **self.extra_parts})
         return self._checkpoints
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the options of an optimizer's group."""
+    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
 def _has_mirrors(part: Any) -> bool:
