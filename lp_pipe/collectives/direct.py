@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lp_pipe.channels.hub import ChannelHub
+from lp_pipe.channels.packing import CPU
 from lp_pipe.channels.sender import Sender, open_sender
 from lp_pipe.collectives.backend import (
     MISMATCH,
@@ -50,6 +51,7 @@ class DirectBackend(Backend):
     end: end(reason, grace_s) ends all channels, whose other ends get the reason, but goes on receiving for grace_s.
     number: of the last call over these channels.
     open_subgroup: opens the channels among some of the ranks.
+    device: where the receivers put tensors, and where these are added.
     """
 
     is_exact: ClassVar[bool] = True
@@ -62,9 +64,11 @@ class DirectBackend(Backend):
         end: Callable[[str, float], None],
         number: int = 0,
         open_subgroup: "Callable[[Sequence[int]], DirectBackend] | None" = None,
+        device: torch.device = CPU,
     ) -> None:
         super().__init__(membership)
         self._open_subgroup = open_subgroup
+        self._device = device
         self._senders = senders
         self._receivers = receivers
         self._end = end
@@ -73,14 +77,14 @@ class DirectBackend(Backend):
         self._reason = ""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device="cpu")
+        return torch.empty(numel, dtype=dtype, device=self._device)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", call: Call | None = None) -> None:
         # Of piece i + 1 the parts travel while piece i is added, and the sums of piece i - 1 come back: each rank's
         # message m goes out after m - 2 have come in, so the channels' credits suffice.
         flat = flat_view(tensor)
-        on_host = flat.cpu()
-        reduce, pieces = reducing(op, tensor.dtype), self._cut(on_host)
+        added = flat.to(self._device)
+        reduce, pieces = reducing(op, tensor.dtype), self._cut(added)
         own = self._begin(call or Call("all_reduce", op, tensor.dtype, tuple(tensor.shape)), pieces[0])
         before: tuple[Sequence[Tensor], Tensor] | None = None
         for index, parts in enumerate(pieces):
@@ -95,42 +99,42 @@ class DirectBackend(Backend):
             before = parts, total
         assert before is not None, "there is at least one piece"
         self._receive_sums(*before)
-        if on_host is not flat:
-            flat.copy_(on_host)
+        if added is not flat:
+            flat.copy_(added)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: str = "sum", call: Call | None = None) -> None:
         check_parts("reduce_scatter", input, output, self.world_size)
         reduce = reducing(op, input.dtype)
-        parts, flat = self._equal_parts(input.cpu()), flat_view(output)
+        parts, flat = self._equal_parts(input.to(self._device)), flat_view(output)
         own = self._exchange(call or Call("reduce_scatter", op, input.dtype, tuple(input.shape)), parts)
-        on_host = flat if flat.is_cpu else self.empty(len(flat), flat.dtype)
-        self._reduced(own, on_host, reduce, op)
-        if on_host is not flat:
-            flat.copy_(on_host)
+        added = flat if flat.device == self._device else self.empty(len(flat), flat.dtype)
+        self._reduced(own, added, reduce, op)
+        if added is not flat:
+            flat.copy_(added)
 
     def all_gather(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
         check_parts("all_gather", output, input, self.world_size)
         call = call or Call("all_gather", "", input.dtype, tuple(input.shape))
-        gathered = self._exchange(call, [flat_view(input).cpu()] * self.world_size)
+        gathered = self._exchange(call, [flat_view(input).to(self._device)] * self.world_size)
         self._put(output, gathered)
 
     def broadcast(self, tensor: Tensor, root: int, call: Call | None = None) -> None:
         check_root(root, self.world_size)
         flat = flat_view(tensor)
         call = call or Call("broadcast", "", tensor.dtype, tuple(tensor.shape), root)
-        sent = flat.cpu() if self.rank == root else torch.empty(0, dtype=flat.dtype, device="cpu")
+        sent = flat.to(self._device) if self.rank == root else self.empty(0, flat.dtype)
         flat.copy_(self._exchange(call, [sent] * self.world_size)[root])
 
     def all_to_all(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
         check_exchanged(output, input, self.world_size)
         call = call or Call("all_to_all", "", input.dtype, tuple(input.shape))
-        self._put(output, self._exchange(call, self._equal_parts(input.cpu())))
+        self._put(output, self._exchange(call, self._equal_parts(input.to(self._device))))
 
     def barrier(self, call: Call | None = None) -> None:
-        self._exchange(call or Call("barrier"), [torch.empty(0, device="cpu")] * self.world_size)
+        self._exchange(call or Call("barrier"), [self.empty(0, torch.uint8)] * self.world_size)
 
     def agree(self, value: int, call: Call | None = None) -> bool:
-        own = torch.tensor([value], dtype=torch.int64, device="cpu")
+        own = torch.tensor([value], dtype=torch.int64, device=CPU)
         return all(int(other) == value for other in self._exchange(call or Call("agree"), [own] * self.world_size))
 
     def subgroup(self, ranks: Sequence[int]) -> "DirectBackend":

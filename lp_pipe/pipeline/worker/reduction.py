@@ -130,6 +130,7 @@ class Reduction(ChannelEnds[int]):
             {replica: self._sending(sender) for replica, sender in self._senders.items()},
             {replica: self._receiving(receiver) for replica, receiver in self._receivers.items()},
             lambda reason, grace_s: None,  # the channels are aborted, and closed, on their own
+            device=self._device,
         )
 
     def _reduce(
