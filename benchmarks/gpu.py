@@ -62,16 +62,19 @@ def launched(model: pp.Model, workload: Workload | None, run_dir: str, **options
         yield run.client(handle)
 
 
-def one_way_s(size: int, channel: str, repeats: int, run_dir: str) -> list[float]:
-    """Seconds from one stage's GPU memory to the other's: what an evaluation of two stages takes more than of one."""
-    x = torch.zeros(8, size // 32)  # 8 micro-batches' worth in one input
-    found = []
+def evaluations_s(channel: str, repeats: int, run_dir: str) -> dict[str, list[float]]:
+    """Seconds of an evaluation of two empty stages, by the size of the tensor that passes from one to the other."""
+    found: dict[str, list[float]] = {}
     with launched(pp.Model([Pass(), Pass()], mean, sgd), None, run_dir, channel=channel) as two:
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            two.evaluate([(x, torch.zeros(8))])
-            found.append(time.perf_counter() - start)
-    return found[1:]
+        for name, size in SIZES.items():
+            x = torch.zeros(8, size // 32)  # 8 micro-batches' worth in one input
+            times = []
+            for _ in range(repeats + 1):
+                start = time.perf_counter()
+                two.evaluate([(x, torch.zeros(8))])
+                times.append(time.perf_counter() - start)
+            found[name] = times[1:]
+    return found
 
 
 def pipeline_step_s(workload: Workload, schedule: str, repeats: int, run_dir: str) -> list[float]:
@@ -111,10 +114,10 @@ def main() -> None:
     workload = QUICK_MODEL if options.quick else MODEL
     with tempfile.TemporaryDirectory() as run_dir:
         channels = gpu_channel.run(options.repeats)
-        one_way = {
-            f"{name}, {channel}": spread(one_way_s(size, channel, options.repeats, run_dir))
-            for name, size in SIZES.items()
+        evaluations = {
+            f"{name}, {channel}": spread(times)
             for channel in CHANNELS
+            for name, times in evaluations_s(channel, options.repeats, run_dir).items()
         }
         steps = {"torch, one process": spread(torch_step_s(workload, options.repeats))}
         for schedule in ("gpipe", "1f1b", "zb_h1"):
@@ -122,7 +125,7 @@ def main() -> None:
     show_table(
         "An evaluation of two empty stages on one GPU, with a tensor of this size",
         ["size, channel", "median ms"],
-        [[name, f"{found['median'] * 1e3:.2f}"] for name, found in one_way.items()],
+        [[name, f"{found['median'] * 1e3:.2f}"] for name, found in evaluations.items()],
     )
     tokens = workload.batch(0)[0].numel()
     base = statistics.median(steps["torch, one process"]["values"])
@@ -135,7 +138,7 @@ def main() -> None:
         ],
     )
     device = torch.cuda.get_device_name(0)
-    figures = {"channels_s": channels, "one_way_s": one_way, "step_s": steps}
+    figures = {"channels_s": channels, "evaluations_s": evaluations, "step_s": steps}
     write_json({"machine": machine(), "device": device, **figures}, options.json)
 
 
