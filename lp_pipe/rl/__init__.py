@@ -14,11 +14,10 @@ from lp_pipe.rl.curves import Estimate as Estimate
 from lp_pipe.rl.curves import iqm as iqm
 from lp_pipe.rl.curves import iqm_curve as iqm_curve
 from lp_pipe.rl.curves import run_curve as run_curve
-from lp_pipe.rl.distributed import make_distributed_experiment as make_distributed_experiment
+from lp_pipe.rl.distributed.program import make_distributed_experiment as make_distributed_experiment
 from lp_pipe.rl.environment_loop import Counter as Counter
 from lp_pipe.rl.environment_loop import EnvironmentFailed as EnvironmentFailed
 from lp_pipe.rl.environment_loop import EnvironmentLoop as EnvironmentLoop
-from lp_pipe.rl.environment_loop import Observer as Observer
 from lp_pipe.rl.experiment import Builder as Builder
 from lp_pipe.rl.experiment import Evaluation as Evaluation
 from lp_pipe.rl.experiment import ExperimentConfig as ExperimentConfig
@@ -32,6 +31,7 @@ from lp_pipe.rl.experiment import Rounds as Rounds
 from lp_pipe.rl.experiment import Spec as Spec
 from lp_pipe.rl.experiment import Update as Update
 from lp_pipe.rl.experiment import VariableClient as VariableClient
+from lp_pipe.rl.observers import Observer as Observer
 from lp_pipe.rl.replay.node import ReplayNode as ReplayNode
 from lp_pipe.rl.replay.node import ReplayPart as ReplayPart
 from lp_pipe.rl.replay.rate_limiter import MinSize as MinSize
@@ -43,7 +43,7 @@ from lp_pipe.rl.replay.selectors import Prioritized as Prioritized
 from lp_pipe.rl.replay.selectors import Uniform as Uniform
 from lp_pipe.rl.replay.table import Sample as Sample
 from lp_pipe.rl.replay.table import Table as Table
-from lp_pipe.rl.run_experiment import load as load
+from lp_pipe.rl.results import load as load
 from lp_pipe.rl.run_experiment import run_experiment as run_experiment
 
 if TYPE_CHECKING:

@@ -3,44 +3,24 @@ gymnasium."""
 
 import contextlib
 import copy
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lp_pipe.errors import Unrecoverable
 from lp_pipe.rl.adders import Adder
-from lp_pipe.rl.tree import concatenated, leaves_of, row, stacked, tree_map
+from lp_pipe.rl.observers import Observer, TimeStep
+from lp_pipe.rl.recorded_environment import EnvironmentCalls, RecordedEnvironment
+from lp_pipe.rl.seeding import environment_seed, seed_sequence
+from lp_pipe.rl.spaces import DoesNotFit, fitted
+from lp_pipe.rl.tree import concatenated, row, stacked, tree_map
 from lp_pipe.telemetry import waits
 
 ActingPolicy = Callable[[Any, Any, np.random.Generator, Mapping[str, int]], tuple[Any, Any, Any]]
 FAILURES_IN_A_ROW = 3  # of new environments before their first step: then a restart does not help
-
-
-class TimeStep(NamedTuple):
-    """A step of one environment, as an observer gets it. observation: after the action."""
-
-    action: Any
-    reward: float
-    terminated: bool
-    truncated: bool
-    observation: Any
-
-
-class Observer(Protocol):
-    """Watches the steps of an environment loop."""
-
-    def observe_first(self, env: Any, observation: Any) -> None:
-        """Take note of an episode's first observation."""
-
-    def observe(self, env: Any, step: TimeStep) -> None:
-        """Take note of a step."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return numbers about what was observed."""
 
 
 class Counter:
@@ -96,19 +76,6 @@ class EnvironmentFailed(Unrecoverable):
         return type(self), values
 
 
-class EnvironmentCalls(NamedTuple):
-    """The calls by which an environment has come to where it is, since its last full reset.
-
-    life: how often it was made anew before. first: how many earlier calls are not in `calls`; 0: none. digest: of all
-    that the environment has returned.
-    """
-
-    life: int
-    first: int
-    calls: list[tuple[Any, ...]]
-    digest: str
-
-
 @dataclass(frozen=True)
 class LoopState:
     """All that the rest of a loop's run depends on. The environments are played again from their calls."""
@@ -127,68 +94,6 @@ class LoopState:
                 for place, one in enumerate(self.environments)
             ],
         )
-
-
-class RecordedEnvironment:
-    """An environment, with the calls since its last full reset, so that another one can be brought to the same place.
-
-    is_recording: if not, it only passes calls on.
-    """
-
-    def __init__(self, environment: Any, life: int, is_recording: bool) -> None:
-        self.environment, self.life, self._is_recording = environment, life, is_recording
-        self._calls: list[tuple[Any, ...]] = []
-        self._num_told = 0
-        self._digest = hashlib.blake2b(digest_size=16)
-
-    def reset(self, seed: Any, options: Mapping[str, Any] | None = None) -> Any:
-        given = {} if options is None else {"options": dict(options)}  # a VectorEnv takes the mask out of it
-        if self._is_recording:
-            if options is None or np.all(options["reset_mask"]):
-                self._calls, self._num_told, self._digest = [], 0, hashlib.blake2b(digest_size=16)
-            self._calls.append(("reset", seed, options))
-        first, info = self.environment.reset(seed=seed, **given)
-        self._add_to_digest(first)
-        return first, info
-
-    def step(self, action: Any) -> Any:
-        if self._is_recording:
-            self._calls.append(("step", action))
-        result = self.environment.step(action)
-        self._add_to_digest(result[:4])
-        return result
-
-    def new_calls(self) -> EnvironmentCalls:
-        """Return the calls since the last time, and the digest."""
-        first, self._num_told = self._num_told, len(self._calls)
-        return EnvironmentCalls(self.life, first, self._calls[first:], self._digest.hexdigest())
-
-    def play_again(self, known: EnvironmentCalls) -> bool:
-        """Make the calls; return whether the environment has returned the same as then."""
-        for name, *arguments in known.calls:
-            getattr(self, name)(*arguments)
-        self._num_told = len(self._calls)
-        return self._digest.hexdigest() == known.digest
-
-    def _add_to_digest(self, result: Any) -> None:
-        if self._is_recording:
-            for _, leaf in leaves_of(result):
-                self._digest.update(np.ascontiguousarray(leaf).tobytes())
-
-
-class _DoesNotFit(Exception):
-    """A value that does not fit its space; args: the path of the leaf, and the reason."""
-
-
-def seed_sequence(seed: int, role: str, index: int, number: int) -> np.random.SeedSequence:
-    """Return the randomness of one episode or step, number `number`, of one part of an experiment."""
-    return np.random.SeedSequence((seed, int.from_bytes(role.encode(), "big"), index, number))
-
-
-def environment_seed(seed: int, role: str, index: int, episode: int) -> int:
-    """Return the seed of an episode, below 2^31. Those of evaluations are odd and all others even."""
-    word = int(seed_sequence(seed, role, index, episode).generate_state(1)[0])
-    return (word >> 2) * 2 + (role == "evaluation")
 
 
 class EnvironmentLoop:
@@ -465,7 +370,7 @@ class EnvironmentLoop:
     def _checked(self, index: int, observation: Any) -> Any:
         try:
             return fitted(self._space, observation, "observation")
-        except _DoesNotFit as error:
+        except DoesNotFit as error:
             raise self._failure(index, *error.args) from None
 
     def _guarded(self, index: int, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -503,35 +408,6 @@ class EnvironmentLoop:
 
     def _of(self, index: int) -> Any:
         return self._environments[0 if self._is_vector else index].environment
-
-
-def fitted(space: Any, value: Any, path: str) -> Any:
-    """Return an observation as a tree of arrays of its space's shapes and dtypes; whole numbers may be Python's.
-
-    Raises:
-        _DoesNotFit: it has another structure, shape or dtype, or contains NaN.
-    """
-    spaces = getattr(space, "spaces", None)
-    if isinstance(spaces, Mapping):
-        if not isinstance(value, Mapping) or set(value) != set(spaces):
-            raise _DoesNotFit(path, f"must be a dict with the keys {sorted(spaces)}, got {_described(value)}")
-        return {name: fitted(spaces[name], value[name], f"{path}[{name!r}]") for name in sorted(spaces)}
-    if isinstance(spaces, tuple | list):
-        if not isinstance(value, tuple | list) or len(value) != len(spaces):
-            raise _DoesNotFit(path, f"must be a tuple of {len(spaces)}, got {_described(value)}")
-        return tuple(fitted(one, part, f"{path}[{i}]") for i, (one, part) in enumerate(zip(spaces, value, strict=True)))
-    leaf = np.asarray(value)
-    is_number = np.issubdtype(space.dtype, np.integer) and isinstance(value, int) and not isinstance(value, bool)
-    leaf = leaf.astype(space.dtype) if is_number else leaf
-    if leaf.shape != space.shape or leaf.dtype != space.dtype:
-        raise _DoesNotFit(path, f"has shape {leaf.shape} and dtype {leaf.dtype}, not {space.shape} and {space.dtype}")
-    if leaf.dtype.kind == "f" and np.isnan(leaf).any():
-        raise _DoesNotFit(path, "contains NaN")
-    return leaf.copy()
-
-
-def _described(value: Any) -> str:
-    return f"a dict with the keys {sorted(value)}" if isinstance(value, Mapping) else type(value).__name__
 
 
 def _autoreset_mode(environment: Any) -> str:

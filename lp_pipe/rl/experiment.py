@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from lp_pipe.rl.adders import Adder
-from lp_pipe.rl.environment_loop import Observer
+from lp_pipe.rl.observers import Observer
 from lp_pipe.rl.replay.table import Sample, Table
 
 

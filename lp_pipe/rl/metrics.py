@@ -3,8 +3,12 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from lp_pipe.rl.environment_loop import EnvironmentLoop, Observer
-from lp_pipe.rl.rounds import Delivery, EvaluationDue, RoundsLearner, RoundStart
+import lp_pipe as lp
+from lp_pipe.rl.environment_loop import EnvironmentLoop
+from lp_pipe.rl.observers import Observer
+from lp_pipe.rl.rounds.evaluations import EvaluationDue
+from lp_pipe.rl.rounds.experiment_table import Delivery, RoundStart
+from lp_pipe.rl.rounds.rounds_learner import RoundsLearner
 
 _LOG_EVERY_S = 1.0
 
@@ -65,3 +69,8 @@ class _OncePerSecond:
         is_due = now >= self._last + _LOG_EVERY_S
         self._last = now if is_due else self._last
         return is_due
+
+
+def log_in_node(metrics: Mapping[str, float], step: int) -> None:
+    """Log numbers as those of the node that calls this."""
+    lp.log_metrics(metrics, step=step)

@@ -1,34 +1,23 @@
-"""Runs an experiment in this process, in one thread, and reads what one has led to."""
+"""Runs an experiment in this process, in one thread."""
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-import numpy as np
-
 from lp_pipe.checkpoint import Checkpoints
-from lp_pipe.errors import CheckpointError, NodeError
-from lp_pipe.rl.environment_loop import EnvironmentFailed, EnvironmentLoop, environment_seed, fitted, seed_sequence
-from lp_pipe.rl.experiment import ExperimentConfig, Network, Policy, Result, Rounds, Spec
+from lp_pipe.errors import NodeError
+from lp_pipe.rl.environment_loop import EnvironmentFailed
+from lp_pipe.rl.evaluator import Evaluator
+from lp_pipe.rl.experiment import ExperimentConfig, Result, Rounds
+from lp_pipe.rl.experiment_parts import ExperimentParts, make_environment, make_loop
 from lp_pipe.rl.metrics import ActorMetrics, LearnerMetrics, Log, log_evaluation
-from lp_pipe.rl.replay.rate_limiter import SampleToInsertRatio
-from lp_pipe.rl.replay.table import Table
-from lp_pipe.rl.rounds import (
-    EvaluationDue,
-    Evaluations,
-    ExperimentOptions,
-    RoundsLearner,
-    SavedTable,
-    act_round,
-    fingerprint_of,
-    make_table,
-)
-from lp_pipe.rl.tree import row, stacked
-from lp_pipe.rl.video import FilmedEnvironment, check_can_film
+from lp_pipe.rl.results import keep_experiment, result_of
+from lp_pipe.rl.rounds.evaluations import Evaluations
+from lp_pipe.rl.rounds.experiment_table import act_round
+from lp_pipe.rl.rounds.saved_table import SavedTable, make_table
 from lp_pipe.telemetry.metrics import MetricsLog, as_numbers
 from lp_pipe.telemetry.run_folder import RunFolder
 
@@ -151,222 +140,6 @@ class _Experiment:
 
     def _parts(self) -> dict[str, Any]:
         return {"learner": self._learner, "replay": SavedTable(self._table), "counter": self._evaluations}
-
-
-class ExperimentParts:
-    """What an experiment is made of, besides the actors. environments: of an actor; they show whether all fits.
-
-    Raises:
-        ValueError: the parts do not fit together.
-    """
-
-    def __init__(self, experiment: ExperimentConfig, num_actors: int, environments: Any) -> None:
-        is_vector = not isinstance(environments, list)
-        self.spec = spec = spec_of(experiment, environments)
-        size = environments.num_envs if is_vector else len(environments)
-        order, builder = experiment.order, experiment.builder
-        if isinstance(order, Rounds) and order.steps < size:
-            raise ValueError(f"Rounds: steps={order.steps} is less than one step of an actor's {size} environments")
-        self.network = make_network(experiment, spec)
-        if experiment.evaluation.video_every is not None:
-            filmed = make_one(experiment, 0, 0, "evaluation")
-            check_can_film(filmed)
-            filmed.close()
-        table, batch_size, steps = builder.make_replay_table(spec), builder.batch_size, experiment.max_num_actor_steps
-        check_band(table, batch_size)
-        self.learner = RoundsLearner(builder, self.network, spec, experiment.seed, order)
-        self.options = ExperimentOptions(table, batch_size, experiment.seed, order, steps, num_actors, size, is_vector)
-
-
-def check_band(table: Table, batch_size: int) -> None:
-    """Refuse a rate limiter under which actors and learner would wait for each other.
-
-    Raises:
-        ValueError: its error_buffer is below a batch.
-    """
-    limiter = table.rate_limiter
-    if isinstance(limiter, SampleToInsertRatio) and (found := (limiter.max_diff - limiter.min_diff) / 2) < batch_size:
-        raise ValueError(
-            f"SampleToInsertRatio: error_buffer={found:g} is too narrow for batches of {batch_size}: it must be at "
-            f"least {max(float(batch_size), limiter.samples_per_insert):g}"
-        )
-
-
-def make_loop(
-    experiment: ExperimentConfig,
-    spec: Spec,
-    policy: Policy,
-    index: int,
-    environments: Any,
-    before_call: Callable[[int, int, int, int], object] | None = None,
-) -> EnvironmentLoop:
-    """Return the loop of an actor."""
-    return EnvironmentLoop(
-        environments,
-        policy,
-        experiment.builder.make_adder(spec),
-        None,
-        experiment.observers,
-        seed=experiment.seed,
-        index=index,
-        make=lambda place, life: make_one(experiment, index * experiment.envs_per_actor + place, life),
-        restarts=experiment.on_environment_error == "restart",
-        is_recording=True,
-        before_call=before_call,
-    )
-
-
-def result_of(experiment: ExperimentConfig, spec: Spec, states: Mapping[str, Any], network: Network) -> Result:
-    """Return what an experiment has led to, from the states of its parts. network: for the result's policy."""
-    learner, table, evaluations = states["learner"], states["replay"], Evaluations()
-    evaluations.load_state_dict(states["counter"])
-    variables = learner["versions"][learner["round"]][1]
-    counts = dict(evaluations.counts)
-    restarts = counts.pop("environment_restarts")
-    curve, returns = evaluations.curve, evaluations.returns
-    fingerprint = fingerprint_of(variables, learner["learner"], table["table"], counts, curve, returns)
-    network.load_state_dict(variables)
-    policy = policy_of_one(experiment.builder.make_policy(network, spec, True), spec, experiment.seed)
-    counts["environment_restarts"] = restarts
-    return Result(policy, curve[-1][1] if curve else float("nan"), counts, curve, fingerprint)
-
-
-def keep_experiment(run_dir: Path, experiment: ExperimentConfig, spec: Spec) -> None:
-    """Write what `load` needs besides a checkpoint."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / _EXPERIMENT).write_bytes(cloudpickle.dumps((experiment, spec)))
-
-
-def load(run_dir: Path | str) -> Result:
-    """Return what an experiment in this folder has led to; of one that was stopped, until its newest checkpoint.
-
-    Loading unpickles files: load only what you trust as you trust code.
-
-    Raises:
-        FileNotFoundError: the folder has no experiment.
-        CheckpointError: it has no undamaged checkpoint.
-    """
-    folder = Path(run_dir)
-    experiment, spec = cloudpickle.loads((folder / _EXPERIMENT).read_bytes())
-    kept: dict[str, Any] = {"learner": _Kept(), "replay": SavedTable(), "counter": _Kept()}
-    found = Checkpoints(kept, folder / "checkpoints").restore()
-    if found is None or kept["replay"].state is None:
-        raise CheckpointError(f"{folder} has no checkpoint yet: the experiment had just begun")
-    states = {name: part.state for name, part in kept.items()}
-    return result_of(experiment, spec, states, make_network(experiment, spec))
-
-
-_EXPERIMENT = "experiment.pickle"
-
-
-class _Kept:
-    """A part that keeps the state that it gets."""
-
-    state: Any = None
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
-def policy_of_one(policy: Policy, spec: Spec, seed: int) -> Callable[[Any], Any]:
-    """Return the policy as a function of one observation; it starts each time from the initial state."""
-
-    def act(observation: Any) -> Any:
-        initial = getattr(policy, "initial_state", None)
-        generator = np.random.default_rng(seed_sequence(seed, "result", 0, 0))
-        batch = stacked([fitted(spec.observation_space, observation, "observation")])
-        counts = {"env_steps": 0, "actor_steps": 0, "learner_steps": 0}
-        actions, _, _ = policy(batch, None if initial is None else initial(1), generator, counts)
-        return row(actions, 0)
-
-    return act
-
-
-class Evaluator:
-    """Plays the episodes of an evaluation: the same seeds each time, none of which an actor has.
-
-    run_dir: of videos; None if there are none.
-    """
-
-    def __init__(
-        self,
-        experiment: ExperimentConfig,
-        spec: Spec,
-        network: Network,
-        run_dir: Path | None,
-        before_call: Callable[[int, int, int, int], object] | None = None,
-    ) -> None:
-        self._experiment, self._run_dir = experiment, run_dir
-        policy: Policy = experiment.builder.make_policy(network, spec, True)
-        environment = self._environment = FilmedEnvironment(make_one(experiment, 0, 0, "evaluation"))
-        seed = experiment.seed
-        self._loop = EnvironmentLoop(environment, policy, seed=seed, role="evaluation", before_call=before_call)
-
-    def returns(self, due: EvaluationDue) -> list[float]:
-        """Play all episodes and return their sums of rewards; of a VectorEnv, each environment's first one counts."""
-        found: list[float] = []
-        if due.is_filmed:
-            self._environment.begin()
-        for number in range(-(-self._experiment.evaluation.episodes // self._loop.size)):
-            self._loop.begin_at(number)
-            first: dict[int, float] = {}
-            while len(first) < self._loop.size:
-                for episode in self._loop.run(num_episodes=1, counts=due.counts).episodes:
-                    first.setdefault(episode.environment, episode.total)
-            found += [first[index] for index in range(self._loop.size)]
-            if number == 0 and due.is_filmed and self._run_dir is not None:
-                self._environment.write(self._run_dir / "videos" / f"evaluation-{due.counts['env_steps']:09}.gif")
-        return found[: self._experiment.evaluation.episodes]
-
-
-def make_one(experiment: ExperimentConfig, index: int, life: int, role: str = "environment") -> Any:
-    """Return the environment that the factory makes for a number, and for how often it was made before."""
-    factory = experiment.environment_factory
-    if isinstance(factory, str):
-        import gymnasium  # an extra, which only names of environments need
-
-        is_filmed = role == "evaluation" and experiment.evaluation.video_every is not None
-        return gymnasium.make(factory, render_mode="rgb_array") if is_filmed else gymnasium.make(factory)
-    return factory(environment_seed(experiment.seed, role, index, life))
-
-
-def make_environment(experiment: ExperimentConfig, actor: int) -> Any:
-    """Return an actor's environments: a VectorEnv, or a list.
-
-    Raises:
-        ValueError: envs_per_actor is neither 1 nor the number of a VectorEnv.
-    """
-    wanted = experiment.envs_per_actor
-    first = make_one(experiment, actor * wanted, 0)
-    if not hasattr(first, "single_observation_space"):
-        return [first, *(make_one(experiment, actor * wanted + place, 0) for place in range(1, wanted))]
-    if wanted not in (1, first.num_envs):
-        raise ValueError(f"envs_per_actor must be 1 or {first.num_envs}, as the VectorEnv has; got {wanted}")
-    return first
-
-
-def spec_of(experiment: ExperimentConfig, environments: Any) -> Spec:
-    """Return the spaces of one environment, with the builder's discount."""
-    discount = float(getattr(experiment.builder, "discount", 1.0))
-    if isinstance(environments, list):
-        return Spec(environments[0].observation_space, environments[0].action_space, discount)
-    return Spec(environments.single_observation_space, environments.single_action_space, discount)
-
-
-def make_network(experiment: ExperimentConfig, spec: Spec) -> Network:
-    """Return the learner's network, made with torch seeded if torch is in use."""
-    torch = sys.modules.get("torch")
-    make = experiment.network_factory or experiment.builder.make_network
-    if torch is None:
-        return make(spec)
-    from lp_pipe.training.rng import generators_locked  # it loads torch, which is in use
-
-    with generators_locked(), torch.random.fork_rng(devices=[]):  # other nodes may be threads of this process
-        torch.manual_seed(environment_seed(experiment.seed, "network", 0, 0))
-        return make(spec)
 
 
 @contextmanager

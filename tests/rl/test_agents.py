@@ -12,7 +12,7 @@ import lp_pipe as lp
 import lp_pipe.rl as rl
 from lp_pipe.rl.adders import Sequence
 from lp_pipe.rl.replay.table import TableState
-from lp_pipe.rl.rounds import fingerprint_of
+from lp_pipe.rl.results import fingerprint_of
 
 gym = pytest.importorskip("gymnasium")
 torch = pytest.importorskip("torch")

@@ -12,7 +12,7 @@ import pytest
 
 import lp_pipe as lp
 import lp_pipe.rl as rl
-from lp_pipe.rl.environment_loop import environment_seed
+from lp_pipe.rl.seeding import environment_seed
 from lp_pipe.testing import faults
 from tests.rl.bandit import Bandit, BanditBuilder, config, gone
 from tests.waiting import until

@@ -12,7 +12,7 @@ from lp_pipe.checkpoint import Checkpoints, open_checkpoint
 from lp_pipe.errors import CheckpointError
 from lp_pipe.rl.replay.snapshot import Snapshots, read_snapshots
 from lp_pipe.rl.replay.table import TableState
-from lp_pipe.rl.rounds import fingerprint_of
+from lp_pipe.rl.results import fingerprint_of
 from tests.seeds import random_numbers
 
 

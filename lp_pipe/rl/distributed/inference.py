@@ -11,9 +11,9 @@ import numpy as np
 import lp_pipe as lp
 from lp_pipe.programs.generations import StaleGeneration, has_stopped
 from lp_pipe.programs.waiting import until_the_stop
+from lp_pipe.rl.distributed.repeated_deaths import RepeatedDeaths
 from lp_pipe.rl.experiment import ExperimentConfig, Policy, Spec
-from lp_pipe.rl.repeated_deaths import RepeatedDeaths
-from lp_pipe.rl.run_experiment import make_network
+from lp_pipe.rl.experiment_parts import make_network
 from lp_pipe.rl.tree import leaves_of, row, tree_map
 
 

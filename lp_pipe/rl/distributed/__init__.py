@@ -1,0 +1,1 @@
+"""An experiment as a program, with a node for each part."""
