@@ -6,7 +6,7 @@ another form are read by `json`, which takes five times as long.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ _Words = NDArray[np.uint64]
 _Floats = NDArray[np.float64]
 SeriesKey = tuple[str, str]  # node, name
 
-_BLOCK_BYTES = 1 << 20  # what numpy makes of a block fits into a core's cache
+BLOCK_BYTES = 1 << 20  # what numpy makes of a block fits into a core's cache
 _MARGIN = 64  # bytes before and after a block, so that words at its borders can be read
 _LONGEST_NAME = 64
 _LONGEST_NUMBER = 32
@@ -56,17 +56,11 @@ class _Points(NamedTuple):
     values: _Floats
 
 
-def columns(lines: bytes) -> list[Column]:
-    """Return the points of each series in these whole lines."""
+def columns(blocks: Iterable[bytes]) -> list[Column]:
+    """Return the points of each series in blocks of whole lines, each of about BLOCK_BYTES."""
     numbers: dict[SeriesKey, int] = {}
     known: _Known = {}
-    parts: list[_Points] = []
-    start = 0
-    while start < len(lines):
-        end = start + _BLOCK_BYTES
-        end = lines.rfind(b"\n", start, end) + 1 or lines.find(b"\n", end) + 1 or len(lines)
-        parts.append(_block(lines[start:end], numbers, known))
-        start = end
+    parts = [_block(lines, numbers, known) for lines in blocks]
     if not numbers:
         return []
     points = _joined(parts)

@@ -6,6 +6,7 @@ the file again, because a run writes its file in the order of time.
 """
 
 import bisect
+import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -15,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lp_pipe.dashboard.metric_lines import SeriesKey, columns, points_of
+from lp_pipe.dashboard.metric_lines import BLOCK_BYTES, SeriesKey, columns, points_of
 from lp_pipe.telemetry.plain_files import open_plain
 
 MAX_BUCKETS = 700
 _MAX_PENDING = 256  # points of a series that wait to be put into buckets
-_CHUNK_BYTES = 16 << 20
+_PARTS_AT_ONCE = 32  # the points of so many parts are put into buckets together
 _INDEX_BYTES = 1 << 20
 _LONGEST_LINE = 16 << 20
 _FEW_BUCKETS = 250  # a query that finds fewer reads the file, if that is no more than:
@@ -179,9 +180,9 @@ class MetricsIndex:
                 self._forget()
                 self._inode = found.st_ino
             if found.st_size > self._end:
-                for offset, length, lines in _parts(self._path, self._end, found.st_size):
-                    self._add(offset, lines)
-                    self._end = offset + length
+                parts = _parts(self._path, self._end, found.st_size)
+                while some := list(itertools.islice(parts, _PARTS_AT_ONCE)):
+                    self._add(some)
             return self._end
 
     def names(self) -> list[dict[str, Any]]:
@@ -230,31 +231,30 @@ class MetricsIndex:
         end = self.refresh()
         found: dict[SeriesKey, list[tuple[float, float, Any]]] = {}
         if offset < end:
-            for _, _, lines in _parts(self._path, offset, end):
-                for one in columns(lines):
-                    if (one.node, one.name) in keys:
-                        rows = zip(
-                            one.steps.tolist(), one.times.tolist(), map(_plain, one.values.tolist()), strict=True
-                        )
-                        found.setdefault((one.node, one.name), []).extend(rows)
+            for one in columns(lines for _, lines in _parts(self._path, offset, end)):
+                if (one.node, one.name) in keys:
+                    values = map(_plain, one.values.tolist())
+                    found[one.node, one.name] = list(zip(one.steps.tolist(), one.times.tolist(), values, strict=True))
         return end, found
 
-    def _add(self, offset: int, lines: bytes) -> None:
-        """Add the points of a part of the file."""
-        self._note_times(offset, lines)
-        for node, name, steps, times, values in columns(lines):
+    def _add(self, parts: list[tuple[int, bytes]]) -> None:
+        """Add the points of parts of the file, which follow each other."""
+        for node, name, steps, times, values in columns(lines for _, lines in parts):
             one = self._series.get((node, name))
             if one is None:
                 one = self._series[node, name] = Series()
             one.extend(steps, times, values)
+        for offset, lines in parts:
+            self._note_time(offset, lines)
+            self._end = offset + len(lines)
 
-    def _note_times(self, offset: int, lines: bytes) -> None:
+    def _note_time(self, offset: int, lines: bytes) -> None:
         """Keep the time of about every millionth byte, by which `_read` finds a part of the file."""
-        for shift in range(0, len(lines), _INDEX_BYTES):
-            start = lines.find(b"\n", shift) + 1 if shift else 0
-            for _, _, time, _ in points_of(lines[start : lines.find(b"\n", start) + 1]):
-                self._chunks.append((max(time, self._chunks[-1][0] if self._chunks else time), offset + start))
-                break
+        if self._chunks and offset < self._chunks[-1][1] + _INDEX_BYTES // 2:
+            return
+        for _, _, time, _ in points_of(lines[: lines.find(b"\n") + 1]):
+            self._chunks.append((max(time, self._chunks[-1][0] if self._chunks else time), offset))
+            break
 
     def _read(self, key: SeriesKey, since: float, until: float, otherwise: Array) -> Array:
         """Return a series' points of a time from the file; `otherwise` if that is too much to read."""
@@ -264,15 +264,11 @@ class MetricsIndex:
         end = self._chunks[last][1] if last < len(self._chunks) else self._end
         if end - start > _READ_AT_MOST:
             return otherwise
-        found = [
-            np.array([one.steps, one.times, one.values])
-            for _, _, lines in _parts(self._path, start, end)
-            for one in columns(lines)
-            if (one.node, one.name) == key
-        ]
-        if not found:
+        found = columns(lines for _, lines in _parts(self._path, start, end))
+        one = next((one for one in found if (one.node, one.name) == key), None)
+        if one is None:
             return otherwise
-        points = np.concatenate(found, axis=1)
+        points = np.array([one.steps, one.times, one.values])
         points[_VALUE, ~np.isfinite(points[_VALUE])] = math.nan
         return _buckets(points[:, (points[1] >= since) & (points[1] <= until)], 1)
 
@@ -313,20 +309,25 @@ def _plain(number: float) -> float | str | None:
     return float(f"{number:.7g}") if math.isfinite(number) else None
 
 
-def _parts(path: Path, start: int, end: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (offset, bytes, lines) of the finished lines between the offsets."""
+def _parts(path: Path, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, lines) of the finished lines between the offsets, about a megabyte at a time.
+
+    Larger parts take longer: malloc gets their memory from the system and returns it, each time.
+    """
     try:
         with open_plain(path) as file:
             file.seek(start)
             left = b""
-            while start < end and (data := file.read(min(_CHUNK_BYTES, end - start - len(left)))):
-                data = left + data
+            while data := file.read(min(BLOCK_BYTES, end - start - len(left))):
                 whole = data.rfind(b"\n") + 1
-                left = data[whole:]
                 if whole:
-                    yield start, whole, data[:whole]
-                    start += whole
+                    lines = left + data[:whole]
+                    yield start, lines
+                    start += len(lines)
+                    left = data[whole:]
                 elif len(left) > _LONGEST_LINE:
                     return
+                else:
+                    left += data
     except OSError:
         return

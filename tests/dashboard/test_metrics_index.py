@@ -159,7 +159,7 @@ def as_json(lines: str) -> dict[tuple[str, str], list[tuple[float, ...]]]:
 
 
 def as_columns(lines: str) -> dict[tuple[str, str], list[tuple[float, ...]]]:
-    read = columns(lines.encode())
+    read = columns([lines.encode()])
     assert len({one[:2] for one in read}) == len(read)
     return {one[:2]: list(zip(*(column.tolist() for column in one[2:]), strict=True)) for one in read}
 
