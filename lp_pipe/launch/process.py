@@ -37,6 +37,7 @@ from lp_pipe.launch.processes.template import (
     Template,
     check_descriptors,
     start_template,
+    was_killed_by_others,
 )
 from lp_pipe.launch.supervision import messages
 from lp_pipe.launch.supervision.lifecycle import ORPHAN_S
@@ -330,12 +331,16 @@ class ProcessHost(Host):
         if stream is not None:
             self._faults.end(stream)
         self._unlink_sockets(node_id)  # else callers would wait for the grandchild to accept
-        self._report_death(node_id, how, deadline, can_restart)
+        is_loading = (stream is None or not stream.has_loaded) and not was_killed_by_others(how)
+        self._report_death(node_id, how, deadline, can_restart, is_loading)
         self._pids.pop(node_id, None)
         self._coordinator.tell(node_id, messages.Gone())
 
-    def _report_death(self, node_id: str, how: str, deadline: float, can_restart: bool) -> None:
-        """Report a process that is gone; if its code had not ended before, that is the node's failure."""
+    def _report_death(self, node_id: str, how: str, deadline: float, can_restart: bool, is_loading: bool) -> None:
+        """Report a process that is gone; if its code had not ended before, that is the node's failure.
+
+        is_loading: the process has died of what it loaded.
+        """
         self._ends.pop(node_id, None)
         if not self._coordinator.is_running(node_id) and can_restart:
             is_by_us = node_id in self._told_to_stop or self._coordinator.must_end(node_id)
@@ -351,7 +356,8 @@ class ProcessHost(Host):
         printed, traceback = crash_traceback(all_lines, how)
         lines = printed[-_SHOWN_LINES:]
         output = "its last lines:\n" + "\n".join(f"  {line}" for line in lines) if lines else "it had printed nothing"
-        failure = Failure("ProcessDied", how, f"The process raised no exception; {output}\n{traceback}".rstrip())
+        trace = f"The process raised no exception; {output}\n{traceback}".rstrip()
+        failure = Failure("ProcessDied", how, trace, is_loading=is_loading)
         self._coordinator.tell(node_id, messages.CodeEnded(failure, can_restart))
 
     def _unlink_sockets(self, node_id: str) -> None:

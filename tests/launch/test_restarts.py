@@ -242,6 +242,25 @@ def test_a_killed_process_is_restarted_under_another_pid(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("no_leaks")
+class Unloadable:
+    """Ends the process that loads it."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return signal.raise_signal, (self._number,)
+
+
+def test_a_node_whose_loading_crashes_its_process_has_two_tries(without_torch: None) -> None:
+    program = lp.Program("crashing")
+    with program.group("node", on_failure="restart", max_restarts=None):
+        program.add_node(lp.PyNode(print, Unloadable(signal.SIGSEGV)))
+    with pytest.raises(lp.NodeError, match="SIGSEGV") as caught:
+        (run := lp.launch(program, "process")).wait(WITHIN_S)
+    assert (caught.value.label, run.status()["node"][0]["restarts"]) == ("node", 1)
+
+
 def test_a_restarting_node_has_no_pid_and_turns_impatient_clients_away(tmp_path: Path) -> None:
     program = lp.Program("down")
     with program.group("counter", on_failure="restart", max_restarts=20):

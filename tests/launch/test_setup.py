@@ -74,15 +74,17 @@ def test_values_of_a_node_are_unpickled_after_setup() -> None:
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_an_exception_of_setup_is_the_failure_of_the_node(mode: str) -> None:
+def test_an_exception_of_setup_is_the_failure_of_the_node_which_has_two_tries(mode: str) -> None:
     def wrong() -> None:
         raise LookupError("no such environment")
 
     program = lp.Program("setup")
-    program.add_node(lp.PyNode(lambda: None), label="node")
+    with program.group("node", on_failure="restart", max_restarts=None):
+        program.add_node(lp.PyNode(lambda: None))
     with pytest.raises(lp.NodeError) as caught:
-        lp.launch(program, mode, setup=wrong).wait(WITHIN_S)
+        (run := lp.launch(program, mode, setup=wrong)).wait(WITHIN_S)
     error = caught.value
+    assert run.status()["node"][0]["restarts"] == 1
     assert (error.label, error.index, error.type_name) == ("node", 0, "LookupError")
     assert "setup" in error.message and "no such environment" in error.message
     assert "in wrong" in error.remote_traceback

@@ -155,7 +155,8 @@ class NodeGroup:
     def fails_to_load_again(self, record: NodeRecord, failure: Failure) -> bool:
         """Return whether a part that restarts without limit could not be loaded, twice in a row.
 
-        Its group has no limit for what its code does; a module that is missing stays missing.
+        Its group has no limit for what its code does; a module that is missing stays missing, and an object whose
+        loading crashes the process does so again.
         """
         before = record.error
         is_repeated = failure.is_loading and before is not None and before.is_loading

@@ -24,12 +24,12 @@ def run_node(node: Node[Any], context: NodeContext) -> Failure | None:
 
 
 def run_setup(setup: Callable[[], Any]) -> Failure | None:
-    """Call the program's setup function; returns its failure, or None."""
+    """Call the program's setup function; returns its failure, or None. It is part of what a node loads."""
     try:
         setup()
     except BaseException as error:
         failure = failure_from(error)
-        return dataclasses.replace(failure, message=f"setup() failed: {failure.message}")
+        return dataclasses.replace(failure, message=f"setup() failed: {failure.message}", is_loading=True)
     return None
 
 

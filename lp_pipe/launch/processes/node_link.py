@@ -22,12 +22,14 @@ class NodeLink(Peer):
     """Passes a node's messages to the coordinator, and asks its process for what the launcher wants to know.
 
     on_hello(stream, hello): called with the first message, which says which node the process is.
+    has_loaded: the process has loaded the node, whose own code may have run.
     last_hits: of each fault of a test, how often it had struck when the process ended.
     """
 
     def __init__(self, connection: Connection, coordinator: NodeApi, on_hello: OnHello) -> None:
         super().__init__(connection, self._take)
         self.closed = threading.Event()
+        self.has_loaded = False
         self.last_hits: dict[str, int] = {}
         self._coordinator = coordinator
         self._say_hello = on_hello
@@ -78,6 +80,8 @@ class NodeLink(Peer):
             activities = [one._replace(node=self._node_id) for one in message.view.activities]
             self._view = message.view._replace(activities=activities, node=self._node_id)
             self._answered_at = time.monotonic()
+        elif isinstance(message, messages.Loaded):
+            self.has_loaded = True
         elif isinstance(message, messages.LastHits):
             self.last_hits[message.rule] = message.hits
         elif isinstance(message, Question):

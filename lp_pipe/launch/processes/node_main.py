@@ -98,6 +98,10 @@ class Supervision(MessageServices):
             )
         self._peer.tell_if_open(messages.CodeEnded(failure))
 
+    def loaded(self) -> None:
+        """Report that the node's own code begins now."""
+        self._peer.tell_if_open(messages.Loaded())
+
     def close(self) -> None:
         """Report a test's faults, and close the connection."""
         tracing.end()
@@ -232,7 +236,7 @@ def main(node_id: str, endpoint: str, attempt: int, is_forked: bool = False) -> 
     try:
         failure = _run(start, loaded, supervision)
     except BaseException as error:  # the node's modules or arguments did not load
-        failure = failure_from(error)
+        failure = dataclasses.replace(failure_from(error), is_loading=True)
     supervision.end(failure)  # first: other nodes must hear of a failure at once, and the exit work may take long
     if failure is not None:
         supervision.stop_signal.event.set()  # stops the programs that this node has launched
@@ -276,10 +280,7 @@ def _run(start: messages.StartNode, loaded: Generator[Any, None, None], supervis
     if failure is not None:
         return failure
     supervision.use_places_of(start)
-    try:
-        node, resources = load_next()
-    except Exception as error:
-        return dataclasses.replace(failure_from(error), is_loading=True)
+    node, resources = load_next()
     loaded.close()  # else it would keep the arguments alive
     logging_state.hold_level()
     context = NodeContext(
@@ -301,6 +302,7 @@ def _run(start: messages.StartNode, loaded: Generator[Any, None, None], supervis
     host = start.membership.host.rpartition("/")[0] if start.membership is not None else ""
     sys.stdin = NodeStdin(context, start.socket_dir, host)
     set_process_threads(start.threads)
+    supervision.loaded()
     if context.is_stopping:
         return None
     return run_node(node, context)

@@ -434,6 +434,11 @@ class ExitQueue:
             report(deadline)
 
 
+def was_killed_by_others(how: str) -> bool:
+    """Return whether a process may have died, in these words, from a signal of another one, or for lack of memory."""
+    return any(how.startswith(f"{KILLED} {name}") for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"))
+
+
 def how_it_died(status: int) -> str:
     """Return a wait status in words."""
     if os.WIFSIGNALED(status):

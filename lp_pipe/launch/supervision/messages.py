@@ -35,7 +35,7 @@ class Failure:
     is_plain_echo: the error is that consequence itself, and was not raised by code that dealt with it, such as a save
         on the way out; after the program's stop it is no failure.
     is_final: a restart of the node cannot mend it (Unrecoverable).
-    is_loading: the node's modules or arguments could not be loaded, so none of its code has run.
+    is_loading: the node could not be loaded (its setup function, modules, arguments), so none of its code has run.
     is_hang: the launcher killed the node because it made no progress; its group's `on_hang` decides what follows.
     """
 
@@ -222,6 +222,11 @@ class Waits(Notice):
     """The activities of the process's threads; an answer to `Look`."""
 
     view: View
+
+
+@dataclass(frozen=True)
+class Loaded(Notice):
+    """The node is loaded, and its own code begins."""
 
 
 @dataclass(frozen=True)
