@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lp_pipe.dashboard.index_file import IndexState, SeriesState, load_index, save_index
 from lp_pipe.dashboard.metric_lines import BLOCK_BYTES, SeriesKey, columns, points_of
 from lp_pipe.telemetry.plain_files import open_plain
 
@@ -24,6 +25,7 @@ _MAX_PENDING = 256  # points of a series that wait to be put into buckets
 _PARTS_AT_ONCE = 32  # the points of so many parts are put into buckets together
 _INDEX_BYTES = 1 << 20
 _LONGEST_LINE = 16 << 20
+_WORTH_SAVING = 8 << 20  # bytes of lines
 _FEW_BUCKETS = 250  # a query that finds fewer reads the file, if that is no more than:
 _READ_AT_MOST = 24 << 20
 
@@ -58,6 +60,20 @@ class Series:
     @property
     def rows(self) -> Array:
         return self._rows[: self._used]
+
+    def state(self) -> SeriesState:
+        """Return all that `restored` needs; `settle` must have been called."""
+        rows = self.rows if self.width > 1 else self.rows[:, : _VALUE + 1]
+        return SeriesState(self.count, self.width, self.last, self.odd, self.has_steps, rows)
+
+    @classmethod
+    def restored(cls, state: SeriesState) -> "Series":
+        """Return the series whose `state` this was."""
+        one = cls()
+        one.count, one.width, one.last, one.odd, one.has_steps, rows = state
+        one._rows = rows.copy() if one.width > 1 else rows[:, _AS_BUCKET]
+        one._used = len(rows)
+        return one
 
     def extend(self, steps: Array, times: Array, values: Array) -> None:
         """Add points, which are put into buckets by `settle`, or once there are many."""
@@ -156,16 +172,22 @@ def _merged(rows: Array, group: "NDArray[Any]") -> Array:
 
 
 class MetricsIndex:
-    """The series of one metrics.jsonl; any thread may ask. The file is read only by a call."""
+    """The series of one metrics.jsonl; any thread may ask. The file is read only by a call.
 
-    def __init__(self, path: Path) -> None:
+    saved: the file that keeps what was read of a large metrics.jsonl; None to keep nothing.
+    """
+
+    def __init__(self, path: Path, saved: Path | None = None) -> None:
         self._path = path
+        self._saved = saved
         self._lock = threading.Lock()
         self._forget()
+        self._is_new = True
 
     def _forget(self) -> None:
         self._series: dict[SeriesKey, Series] = {}
         self._end = 0
+        self._saved_end = 0
         self._inode = 0
         self._chunks: list[tuple[float, int]] = []  # the first time and the offset of every part that was read
 
@@ -179,11 +201,33 @@ class MetricsIndex:
             if found.st_ino != self._inode or found.st_size < self._end:  # another file
                 self._forget()
                 self._inode = found.st_ino
+                if self._saved is not None and self._is_new:
+                    self._restore(self._saved)
+                self._is_new = False
             if found.st_size > self._end:
                 parts = _parts(self._path, self._end, found.st_size)
                 while some := list(itertools.islice(parts, _PARTS_AT_ONCE)):
                     self._add(some)
+                self._save()
             return self._end
+
+    def _restore(self, saved: Path) -> None:
+        """Begin with what another server has read."""
+        found = load_index(saved, self._path)
+        if found is not None:
+            self._end = self._saved_end = found.end
+            self._chunks = found.chunks
+            self._series = {key: Series.restored(state) for key, state in found.series.items()}
+
+    def _save(self) -> None:
+        """Keep what was read, if that is much more than what was kept before."""
+        if self._saved is None or self._end - self._saved_end < max(_WORTH_SAVING, self._end // 4):
+            return
+        for one in self._series.values():
+            one.settle()
+        state = IndexState(self._end, self._chunks, {key: one.state() for key, one in self._series.items()})
+        save_index(self._saved, self._path, state)
+        self._saved_end = self._end
 
     def names(self) -> list[dict[str, Any]]:
         """Return what is known of every series, about in the order of the file."""

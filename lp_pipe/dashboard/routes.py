@@ -171,7 +171,7 @@ class Routes:
         if folder is None:
             raise NotFound(f"there is no run {key!r}")
         with self._lock:
-            view = self._views.pop(folder, None) or RunView(Path(folder))
+            view = self._views.pop(folder, None) or RunView(Path(folder), is_read_only=self._is_read_only)
             self._views[folder] = view
             while len(self._views) > _KEPT_VIEWS:
                 self._views.popitem(last=False)

@@ -39,11 +39,14 @@ _WORST_FIRST = ("dead", "failed", "restarting", "starting", "stopped", "running"
 
 
 class RunView:
-    """One run's folder. Any thread may call the methods; each reads the files anew, or what was appended to them."""
+    """One run's folder. Any thread may call the methods; each reads the files anew, or what was appended to them.
 
-    def __init__(self, folder: Path) -> None:
+    is_read_only: whether nothing may be written into the folder, which the next server would read faster.
+    """
+
+    def __init__(self, folder: Path, *, is_read_only: bool = False) -> None:
         self.folder = RunFolder(folder)
-        self.metrics = MetricsIndex(self.folder.metrics)
+        self.metrics = MetricsIndex(self.folder.metrics, None if is_read_only else self.folder.metrics_index)
         self._lock = threading.Lock()
         self._new_events = AppendedLines(self.folder.events)
         self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)

@@ -34,7 +34,7 @@ class AppendOnlyFile:
             self._file = None
 
 
-def write_atomically(path: str | Path, text: str) -> None:
+def write_atomically(path: str | Path, contents: str | bytes) -> None:
     """Write a temporary file in the same folder, then rename it to `path`; after an error the old file is unchanged.
 
     A symbolic link, a device or a pipe is written to in place.
@@ -43,12 +43,13 @@ def write_atomically(path: str | Path, text: str) -> None:
         OSError: the file cannot be written.
     """
     path = Path(path)
+    data = contents.encode() if isinstance(contents, str) else contents
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(data)
         return
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(text, encoding="utf-8")
+        aside.write_bytes(data)
         if path.exists():
             shutil.copymode(path, aside)
         aside.replace(path)

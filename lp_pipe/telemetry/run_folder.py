@@ -4,6 +4,7 @@
     graph.json          the program's graph, as `lp_pipe graph -o graph.json` writes it; graph.svg: its picture
     events.jsonl        what happened to the nodes, one JSON object a line (telemetry/events.py)
     metrics.jsonl       what nodes logged (telemetry/metrics.py)
+    metrics.index       what the web page has read of it, if it is large (dashboard/index_file.py)
     trace.json          what all nodes did, for ui.perfetto.dev (launch/trace_file.py)
     tensorboard/        event files of `lp.sinks.tensorboard()`, a folder for each node
     failure.txt         every failure with its full traceback
@@ -49,6 +50,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def metrics_index(self) -> Path:
+        return self.path / "metrics.index"
 
     @property
     def trace(self) -> Path:
@@ -102,7 +107,7 @@ class RunFolder:
         """
         of_the_launcher = (
             *(self.record, self.graph, self.picture, self.events, self.failures, self.hangs, self.logs, self.trace),
-            *(self.log_index, self.debuggers, self.agents),
+            *(self.log_index, self.debuggers, self.agents, self.metrics_index),
         )
         return [path for path in self.path.iterdir() if path not in of_the_launcher]
 

@@ -218,3 +218,40 @@ def test_lines_of_another_form_are_read_among_usual_ones(line: str) -> None:
     lines = "".join([*usual[:2], f"{line}\n", *usual[2:]])
     expected = as_json("".join([*usual[:2], f"{line}\n" if line.startswith("{") else "", *usual[2:]]))
     assert repr(sorted(as_columns(lines).items())) == repr(sorted(expected.items()))
+
+
+def everything(index: MetricsIndex) -> tuple[object, ...]:
+    return index.names(), *(index.query((row["node"], row["name"])) for row in index.names())
+
+
+def test_the_next_server_reads_only_lines_that_are_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lp_pipe.dashboard.metrics_index._WORTH_SAVING", 10_000)
+    path, saved = tmp_path / "metrics.jsonl", tmp_path / "metrics.index"
+    write_values(path, [step % 7 for step in range(3000)])
+    with path.open("a") as file:
+        file.writelines(
+            metric_line("other/0", None, 1200.0 + step, {"x": "nan" if step % 3 else step}) for step in range(9)
+        )
+    whole = everything(MetricsIndex(path, saved))
+    assert everything(MetricsIndex(path, saved)) == whole
+    text = path.read_bytes()
+    middle = len(text) // 2
+    path.write_bytes(text[: middle - 900] + text[middle - 900 : middle].replace(b": 1}", b": 8}") + text[middle:])
+    assert everything(MetricsIndex(path, saved)) != everything(MetricsIndex(path))
+    path.write_bytes(text)
+    write_values(path, [9.0] * 50, 3000)
+    assert everything(MetricsIndex(path, saved)) == everything(MetricsIndex(path))
+    path.write_bytes(text[: len(text) // 2].rpartition(b"\n")[0] + b"\n")  # another file with the same beginning
+    assert everything(MetricsIndex(path, saved)) == everything(MetricsIndex(path))
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}\n", b"no json\n", b"[1]\n12345678"])
+def test_a_damaged_index_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes) -> None:
+    monkeypatch.setattr("lp_pipe.dashboard.metrics_index._WORTH_SAVING", 1)
+    path, saved = tmp_path / "metrics.jsonl", tmp_path / "metrics.index"
+    write_values(path, [1.0, 2.0])
+    expected = everything(MetricsIndex(path, saved))
+    whole = saved.read_bytes()
+    for data in (damage, whole[:-8], whole + b"12345678", whole.replace(b'"end": ', b'"end": 9'), whole[:40]):
+        saved.write_bytes(data)
+        assert everything(MetricsIndex(path, saved)) == expected
