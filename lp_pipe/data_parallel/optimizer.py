@@ -61,7 +61,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self._shards: StateShards | None = None  # made with the first buckets, which decide which shards they are
         self._held_before: dict[nn.Parameter, Sequence[OwnShardState]] = {}  # until all workers have what is dealt
         self._lacks_updates = False  # whether parameters are updated here only in this worker's shards
-        self._whole: dict[str, Any] | None = None  # the state of all workers, while rank 0 saves it
+        self._whole: dict[str, Any] | None = None  # the state of all workers, in the body of `whole_state`
         self._buckets: GradientSums | None = None
         self._exchange: Exchange | None = None
         self._extra_flags: Callable[[], list[float]] = list
@@ -141,10 +141,10 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self.inner.state[parameter] = {key: _placed(parameter, value) for key, value in state.items()}
 
     @contextlib.contextmanager
-    def whole_state(self) -> Iterator[None]:
-        """Let the worker of rank 0 alone call `state_dict` in the body, which all workers enter."""
+    def whole_state(self, *, keeps: bool) -> Iterator[None]:
+        """Let workers call `state_dict` in the body, which all workers enter. keeps: whether this one does."""
         if self._shards is not None:
-            self._whole = self.gathered_state(keeps=self._workers.membership.rank == 0)
+            self._whole = self.gathered_state(keeps=keeps)
         try:
             yield
         finally:

@@ -100,10 +100,7 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def whole_state(self, *, keeps: bool) -> Iterator[None]:
-        """Let one worker alone call `state_dict` in the body, which all workers enter.
-
-        keeps: whether it is this one.
-        """
+        """Let workers call `state_dict` in the body, which all workers enter. keeps: whether this one does."""
         whole = {}
         for name, value in self.parts().items():
             if isinstance(value, DTensor):

@@ -26,7 +26,8 @@ from lp_pipe.training.rng import step_rng
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_LEAVES = -1  # stands for an optimizer's number where a worker has none whose state it needs
+# Stand for an optimizer's number where a worker needs the state of none: a client waits for all state; it leaves.
+_CLIENT_WAITS, _LEAVES = -1, -2
 _OPTIMIZER_PLACE = -1  # the number that stands for a replica in `step_rng` while an optimizer draws
 
 
@@ -79,6 +80,7 @@ class ReplicaSteps:
         self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._answering = threading.Lock()
         self._answers_at_once = False
+        self._has_left = False  # whether other workers may be gone, whose shards an answer would need
         self._async = AsyncTraining(workers, self.state) if workers.options.is_async else None
 
     # ---- the loop over steps ----
@@ -331,8 +333,8 @@ class ReplicaSteps:
                 self._async.note_step()
             self._usual_shards_calls = now.shards_calls
             if now.wants_whole and not now.has_met:
-                with self._over_noted_in(now), self.state.whole():
-                    self._answer(self._state_requests)
+                with self._over_noted_in(now):
+                    self._answer_with_shards()
                 if now.is_over:
                     self._met = self._rejoining.meet()
                     now.has_met = True
@@ -411,17 +413,22 @@ class ReplicaSteps:
             optimizer.late.finish()
         self._answers_at_once = True
         self._answer_requests()
-        self._refuse_requests()
+        try:
+            self._wait_for_others()
+        finally:
+            self._end_requests()
+
+    def _wait_for_others(self) -> None:
         if self._options.never_meet:
             self.leave_servers()
             return
         if self._options.may_change and not self.workers.has_met:
             self._rejoin(self._rejoining.first_positions())
-        while self.workers.has_met and self.workers.membership.world_size > 1:
+        while True:
             with contextlib.suppress(GenerationOver):
-                if self.state.has_mirrors:
+                if self.state.is_sharded:
                     self._outside_of_steps(_LEAVES)
-                if not self.workers.backend.agree(-1 - self.state.step):
+                if self.workers.membership.world_size > 1 and not self.workers.backend.agree(-1 - self.state.step):
                     raise DataParallelError(
                         f"{self.workers.node.name} returned from `train` after {self.state.step} steps, and others "
                         "after another number: all workers must make the same steps"
@@ -441,10 +448,10 @@ class ReplicaSteps:
 
         In the rest of a step in which workers have changed it has no meaning, and is empty.
         """
-        if not optimizer.has_mirrors:
-            return optimizer.gathered_state(keeps=True)
         if self._now is None:
             return self._outside_of_steps(self.state.optimizers.index(optimizer))
+        if not optimizer.has_mirrors:
+            return optimizer.gathered_state(keeps=True)
         with self._over_noted():
             if self.group_for_call() is not None:
                 return optimizer.gathered_state(keeps=True)
@@ -455,16 +462,21 @@ class ReplicaSteps:
         """Return the whole state of an optimizer, by its number; with _LEAVES wait until no worker needs one any more.
 
         A worker that joins after the last step runs the code behind the loop later than the others, which wait here
-        for it.
+        for it. Here they also gather the state for clients that have asked after the last step.
 
         Raises:
             DataParallelError: the workers have gone back to a step of the loop that has ended here.
         """
         while True:
             try:
+                if wanted < 0:
+                    wanted = _LEAVES if self._state_requests.empty() else _CLIENT_WAITS
                 number: int = max(self.workers.gathered(wanted))
                 if number == _LEAVES:
                     return {}
+                if number == _CLIENT_WAITS:
+                    self._answer_with_shards()
+                    continue
                 found: dict[str, Any] = self.state.optimizers[number].gathered_state(keeps=number == wanted)
                 if number == wanted:
                     return found
@@ -493,35 +505,55 @@ class ReplicaSteps:
         """Return the answer to a question about state, part of which other workers may have. For any thread.
 
         Raises:
-            NotSupported: the state is in shards, and no step comes any more in which the workers could gather it.
+            Unavailable: the state is in shards, and training has ended.
         """
         future: Future[T] = Future()
         self._state_requests.put((question, future))
         if self._answers_at_once:
             self._answer_requests()
+        if self._has_left:
             self._refuse_requests()
         return future.result()
 
+    def _end_requests(self) -> None:
+        """Answer and refuse the questions that are left; those that come later, too."""
+        self._has_left = self._answers_at_once = True
+        self._answer_requests()
+        self._refuse_requests()
+
     def _refuse_requests(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                _, future = self._state_requests.get_nowait()
-                future.set_exception(
-                    NotSupported(
-                        f"{self.workers.node.name} has only a shard of the state (zero), and no step comes any more in "
-                        "which the workers gather it: save a checkpoint (steps(save_every=…)), and load that"
-                    )
+        for _, future in _taken(self._state_requests):
+            future.set_exception(
+                Unavailable(
+                    f"{self.workers.node.name} has only a shard of the state (zero), and training has ended: ask "
+                    "before `train` returns, or save a checkpoint (steps(save_every=…)), and load that"
                 )
+            )
 
     def _answer_requests(self) -> None:
-        self._answer(self._requests)
+        self._answer(_taken(self._requests))
         if not self.state.is_sharded:
-            self._answer(self._state_requests)
+            self._answer(_taken(self._state_requests))
 
-    def _answer(self, requests: "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]") -> None:
-        with self._answering, contextlib.suppress(queue.Empty):
-            while True:
-                question, future = requests.get_nowait()
+    def _answer_with_shards(self) -> None:
+        """Gather all state for the clients that wait for it; all workers call this.
+
+        Raises:
+            GenerationOver: a worker is gone.
+        """
+        asked = _taken(self._state_requests)
+        try:
+            with self.state.whole(keeps=bool(asked)):
+                self._answer(asked)
+        except BaseException:
+            for question, future in asked:
+                if not future.done():
+                    self._state_requests.put((question, future))
+            raise
+
+    def _answer(self, asked: "list[tuple[Callable[[], Any], Future[Any]]]") -> None:
+        with self._answering:
+            for question, future in asked:
                 try:
                     future.set_result(question())
                 except Exception as error:  # belongs to the client
@@ -529,9 +561,16 @@ class ReplicaSteps:
 
     def close(self) -> None:
         """Let go of the group and of the models' hooks."""
-        self._answers_at_once = True
-        self._answer_requests()
-        self._refuse_requests()
+        self._end_requests()
         for optimizer in self.state.optimizers:
             optimizer.close()
         self.workers.close()
+
+
+def _taken(requests: "queue.SimpleQueue[T]") -> list[T]:
+    """Return what is in the queue, and leave it empty."""
+    found: list[T] = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(requests.get_nowait())
+    return found

@@ -93,8 +93,8 @@ class TrainingState:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all that `steps` was given; where it is sharded, in the body of `whole`."""
-        return {name: part.state_dict() for name, part in self._parts.items()}
+        """Return a copy of the state of all that `steps` was given; where it is sharded, in the body of `whole`."""
+        return {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
 
     def beside_parameters(self) -> dict[str, Any]:
         """Return a copy of the state without parameters and their optimizers' state."""
@@ -150,7 +150,7 @@ class TrainingState:
         # The state in shards is dealt; what is left is what all workers have.
         parts = {name: part.inner if _has_mirrors(part) else part for name, part in parts.items()}
         whole = [one for one in self.optimizers if id(one) not in ready and not one.has_mirrors]
-        with self._whole_states(whole):
+        with self._whole_states(whole, keeps=rank == root):
             own = {name: part.state_dict() for name, part in parts.items()} if rank == root else {}
         sent = self._workers.broadcast((self.step, own) if rank == root else None, root)
         if not self.is_trained and rank != root:
@@ -300,19 +300,18 @@ class TrainingState:
         return any(optimizer.is_sharded for optimizer in self.optimizers)
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Let rank 0 alone take the state in the body, which all workers enter."""
-        with self._whole_states(self.optimizers), contextlib.ExitStack() as models:
+    def whole(self, *, keeps: bool) -> Iterator[None]:
+        """Let workers take the whole state in the body, which all workers enter. keeps: whether this one does."""
+        with self._whole_states(self.optimizers, keeps=keeps), contextlib.ExitStack() as models:
             for model in self._sharded_models:
-                models.enter_context(model.whole_state(keeps=self._workers.membership.rank == 0))
+                models.enter_context(model.whole_state(keeps=keeps))
             yield
 
     @contextlib.contextmanager
-    def _whole_states(self, optimizers: Sequence[ReplicaOptimizer]) -> Iterator[None]:
-        """Let rank 0 alone take the state of what is sharded in the body, which all workers enter."""
+    def _whole_states(self, optimizers: Sequence[ReplicaOptimizer], *, keeps: bool) -> Iterator[None]:
         with contextlib.ExitStack() as whole:
             for optimizer in optimizers:
-                whole.enter_context(optimizer.whole_state())
+                whole.enter_context(optimizer.whole_state(keeps=keeps))
             yield
 
     def _all_checkpoints(self) -> Checkpoints:

@@ -1,5 +1,6 @@
 """Replicated training is equal, to the bit, to the loop in one process, for every number of workers."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,36 @@ def test_a_client_gets_the_whole_of_sharded_state_between_two_steps(tmp_path: Pa
     moments = {index: values["exp_avg"].shape for index, values in state["optimizer"]["state"].items()}
     shapes = [parameter.shape for parameter in build().parameters()]
     assert moments and all(shapes[index] == shape for index, shape in moments.items())
+
+
+def training_until_asked_behind_the_loop(replica: dp.Replica, folder: str, zero: int) -> None:
+    train(replica, folder, STEPS, zero=zero)
+    while replica.rank == 0 and replica.own_steps._state_requests.empty():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("mode", "zero", "options"),
+    [
+        ("thread", 1, {}),
+        ("thread", 1, {"on_failure": "shrink"}),
+        pytest.param("process", 2, {}, marks=pytest.mark.slow),
+        pytest.param("process", 3, {}, marks=pytest.mark.slow),
+        pytest.param("process", 3, {"workers": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_client_gets_sharded_state_after_the_last_step(
+    launched: Any, mode: str, zero: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    program = lp.Program("replicas")
+    asked = {"replicas": 3, "seed": SEED, "zero": zero, **options}
+    handle = dp.add_replicas(program, training_until_asked_behind_the_loop, str(tmp_path), **asked)
+    run = launched(program, mode)
+    client = run.client(handle)
+    while not (tmp_path / "rank0.pt").exists():  # the loop is over
+        time.sleep(0.01)
+    state = client.state_dict()
+    run.wait(60)
+    for file in tmp_path.glob("rank*.pt"):
+        torch.save((state["model"], state["optimizer"]), file)
+    assert differences(tmp_path, *plain_loop(STEPS, 3)) == []
