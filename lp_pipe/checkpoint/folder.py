@@ -21,8 +21,10 @@ import os
 import pickle
 import re
 import shutil
+import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}\d{{8,}}")
 _ASIDE = re.compile(rf"\.({_NAME.pattern})\.\d+")
 _BEFORE = ".before"
+_MOST_FLUSHES = 16  # at a time
 _STATE = ".state"
 
 
@@ -189,7 +192,8 @@ def finish(
     head = json.dumps({**data, "files": files}, indent=1)
     (aside / MANIFEST).write_text(f"{head}\n{hashlib.sha256(head.encode()).hexdigest()}\n", encoding="utf-8")
     if is_flushed:
-        flush(aside)
+        # A file that is also in a finished checkpoint of this folder was flushed before that one had its name.
+        _sync_all([path for path in (*aside.rglob("*"), aside) if not _is_in_another_checkpoint(path, aside)])
     path = aside.parent / f"{_PREFIX}{step:08}"
     before = path.with_name(f".{path.name}{_BEFORE}")
     if path.exists():
@@ -207,8 +211,7 @@ def flush(folder: Path) -> None:
     Raises:
         OSError: for example, something in it was deleted meanwhile.
     """
-    for path in (*folder.rglob("*"), folder):
-        sync(path)
+    _sync_all([*folder.rglob("*"), folder])
 
 
 def remove(path: Path) -> None:
@@ -286,6 +289,48 @@ def _changes(file: Path, digest: str) -> list[str]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_in_another_checkpoint(path: Path, aside: Path) -> bool:
+    """Return whether a file in the folder `aside` is a hard link to the same file of a finished checkpoint beside it.
+
+    Folders are not: their lists of names are new, and so are flushed. With them the new links survive a crash.
+    """
+    if path.is_dir() or path.stat().st_nlink == 1:
+        return False
+    same = (other / path.relative_to(aside) for other in reversed(checkpoints_in(aside.parent)))
+    return any(other.exists() and other.samefile(path) for other in same)
+
+
+def _sync_all(paths: Sequence[Path]) -> None:
+    """Flush files and folders, several at a time: all flushes that are waited for share a write of the disk's journal.
+
+    The order does not matter, as nothing refers to the folder before its rename.
+
+    Raises:
+        OSError: as `flush`.
+    """
+    left, errors = deque(paths), list[OSError]()
+
+    def sync_some() -> None:
+        try:
+            while left and not errors:
+                with contextlib.suppress(IndexError):  # another thread was faster
+                    sync(left.popleft())
+        except OSError as error:
+            errors.append(error)
+
+    threads: list[threading.Thread] = []
+    with contextlib.suppress(RuntimeError):  # the system has no more threads, or Python ends: this thread does the rest
+        for _ in range(min(_MOST_FLUSHES, len(paths)) - 1):
+            threads.append(threading.Thread(target=sync_some, name="flush of a checkpoint"))
+            threads[-1].start()
+    sync_some()
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join()
+    if errors:
+        raise errors[0]
 
 
 def sync(path: Path) -> None:

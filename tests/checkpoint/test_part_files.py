@@ -1,5 +1,6 @@
 """A part's files that have not changed are links to those of the checkpoint before, and all checkpoints stay whole."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from lp_pipe.checkpoint import Checkpoints, PartFile, PartFiles, checkpoints_in, open_checkpoint
+from lp_pipe.checkpoint import Checkpoints, PartFile, PartFiles, checkpoints_in, folder, open_checkpoint
+from lp_pipe.errors import CheckpointError
 
 
 class Blocks:
@@ -62,6 +64,52 @@ def test_only_files_of_another_version_are_written(tmp_path: Path) -> None:
     assert not open_checkpoint(tmp_path / "step-00000003").damage()
     Checkpoints({"blocks": other}, tmp_path).restore()
     assert contents_of(other) == contents_of(part)
+
+
+class LinkingPart:
+    """A part whose file is a link to one that is in no checkpoint."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def save_async(self, path: Path) -> "Future[None]":
+        path.mkdir()
+        os.link(self._file, path / "linked")
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def load(self, path: Path) -> None:
+        pass
+
+
+def test_a_checkpoint_flushes_what_no_checkpoint_before_has_flushed(tmp_path: Path, monkeypatch: Any) -> None:
+    part, flushed, sync = Blocks(), list[str](), folder.sync
+    (tmp_path / "linked").touch()
+    checkpoints = Checkpoints({"blocks": part, "own": LinkingPart(tmp_path / "linked")}, tmp_path / "checkpoints")
+    checkpoints.save(1)
+    part.change("block-3")
+    monkeypatch.setattr(folder, "sync", lambda path: flushed.append(path.name) or sync(path))
+    checkpoints.save(2)
+    aside = f".step-00000002.{os.getpid()}"
+    assert sorted(flushed[:-1]) == sorted(["block-3", "blocks", "own", "manifest.json", aside])
+    assert flushed[-1] == "checkpoints"  # with the new name
+    flushed.clear()
+    (tmp_path / "linked").unlink()
+    (tmp_path / "linked").touch()
+    checkpoints.save(3)
+    assert "linked" in flushed and "block-3" not in flushed
+
+
+def test_a_flush_that_fails_is_raised(tmp_path: Path, monkeypatch: Any) -> None:
+    def fail(path: Path) -> None:
+        if path.name == "block-3":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(folder, "sync", fail)
+    with pytest.raises(CheckpointError, match="block-3"):
+        Checkpoints({"blocks": Blocks()}, tmp_path).save(1)
+    assert checkpoints_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("what", ["deleted", "changed", "no links", "copied"])
