@@ -1,9 +1,7 @@
 """Hosts that are cut off or killed in the middle of a training: pretend ones, reached by ssh."""
 
 import itertools
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,14 +30,6 @@ def hosts() -> Iterator[namespaces.Hosts]:
     made = namespaces.Hosts(3)
     yield made
     made.close()
-
-
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """A folder that all hosts see; each has a /tmp of its own."""
-    folder = Path(tempfile.mkdtemp(prefix="lp-shared-", dir="/run"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 class Feeder:
