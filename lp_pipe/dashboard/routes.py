@@ -70,6 +70,7 @@ class Routes:
         self._lock = threading.Lock()
         self._known: dict[str, str] = {}  # folders by key
         self._queries: dict[str, Callable[[Asked], Any]] = {
+            "/api/begin": self._begin,
             "/api/runs": self._runs,
             "/api/run": self._run,
             "/api/names": lambda asked: self._view(asked).metrics.names(),
@@ -188,6 +189,15 @@ class Routes:
         single = str(self._single.resolve()) if self._single is not None else None
         first = next((row["key"] for row in rows if row["run_dir"] == single), rows[0]["key"] if rows else None)
         return {"runs": rows, "first": first, "single": single is not None, "read_only": self._is_read_only}
+
+    def _begin(self, asked: Asked) -> Any:
+        """Return the runs and all of the first one, which a page needs before it can draw."""
+        found = self._runs(asked)
+        try:
+            run = None if found["first"] is None else self._run({"run": found["first"]})
+        except NotFound:  # its folder was just removed
+            run = None
+        return {**found, "run": run}
 
     def _run(self, asked: Asked) -> Any:
         record, view = self._record(asked), self._view(asked)

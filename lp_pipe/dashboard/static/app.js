@@ -2,6 +2,7 @@
 
 import { clock, dateTime, empty, h } from "/dom.js";
 import { app, ask, choose, on, run } from "/data.js";
+import { plotLibrary } from "/chart.js";
 import { graphPage } from "/graph.js";
 import { metricsPage } from "/metrics.js";
 import { timelinePage } from "/timeline.js";
@@ -93,7 +94,7 @@ on("locked", () => {
 
 async function begin() {
   if (location.search) history.replaceState(null, "", `/${location.hash}`); // the token leaves the address bar
-  const found = await ask("/api/runs");
+  const found = await ask("/api/begin");
   app.readOnly = found.read_only;
   app.single = found.single || found.runs.length === 1;
   const select = document.getElementById("run");
@@ -102,10 +103,11 @@ async function begin() {
   }
   select.hidden = found.runs.length < 2;
   select.addEventListener("change", () => open(select.value));
-  if (found.first !== null) await choose(found.first);
+  if (found.first !== null) await choose(found.first, found.run);
   head();
   window.addEventListener("hashchange", show);
   await show();
+  setTimeout(() => plotLibrary().catch(() => null), 50);
 }
 
 begin().catch((error) => {

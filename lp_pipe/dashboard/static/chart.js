@@ -8,6 +8,16 @@ const MOST_POINTS = 6000; // of one series in the page; then the server's bucket
 const INKS = 8;
 export const WHOLE = [...Array(15).keys()].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power)); // steps have no halves
 
+let loaded = null;
+
+// Load uPlot by the first plot, or once the first page is drawn: to run its script takes longer than to draw a graph.
+export function plotLibrary() {
+  loaded ||= new Promise((done, failed) => {
+    document.head.append(h("script", { src: "/uplot.js", onload: done, onerror: () => { loaded = null; failed(new Error("uplot.js was not loaded")); } }));
+  });
+  return loaded;
+}
+
 export const settings = { axis: "step", smoothing: 0, log: false };
 const open = new Set();
 let timer = null;
@@ -135,7 +145,7 @@ export class Chart {
     };
     if (this.range) [asked.low, asked.high] = this.range;
     const turn = this.turn = (this.turn || 0) + 1;
-    const found = await ask("/api/series", asked);
+    const [found] = await Promise.all([ask("/api/series", asked), plotLibrary()]);
     if (turn !== this.turn || !open.has(this)) return;
     this.end = found.end;
     this.series = found.series;
@@ -176,7 +186,7 @@ export class Chart {
       ? `${number(this.series[0].y[this.series[0].y.length - 1])} · ${points.toLocaleString()} points`
       : `${this.series.length} nodes · ${points.toLocaleString()} points`;
     const axis = this.series.length && this.series[0].axis === "time" ? "time" : settings.axis;
-    const look = `${axis} ${settings.log}`;
+    const look = `${axis} ${settings.log} ${this.hasMany()}`;
     if (this.plot && this.look === look) {
       this.plot.setData(this.data(), this.range === null);
       if (this.range) this.plot.setScale("x", { min: this.range[0], max: this.range[1] });
@@ -188,6 +198,9 @@ export class Chart {
     this.drawn = performance.now();
     this.element.dataset.points = points;
   }
+
+  // Lines of more than one pixel are stroked as shapes, which takes a hundred times as long as hairlines.
+  hasMany() { return this.series.some((one) => one.x.length > 300); }
 
   options(axis) {
     const ink = color("--faint"), line = color("--line");
@@ -202,7 +215,7 @@ export class Chart {
       series: [
         { label: axis, value: (plot, value) => value === null || value === undefined ? "–" : axis === "time" ? clock(value) : String(value) },
         ...this.keys.map((key, place) => ({
-          label: this.labels[place], stroke: color(`--ink-${place % INKS}`), width: 1.4, spanGaps: this.keys.length > 1,
+          label: this.labels[place], stroke: color(`--ink-${place % INKS}`), width: this.hasMany() ? 1 : 1.4, spanGaps: this.keys.length > 1,
           points: { show: this.series[place] && this.series[place].x.length < 30 },
           value: (plot, value) => number(value),
         })),

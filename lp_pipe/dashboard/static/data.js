@@ -111,9 +111,10 @@ document.addEventListener("visibilitychange", () => {
   else { follow(); emit("back"); }
 });
 
-export async function choose(key) {
+// info: what the server says of the run, if that is known.
+export async function choose(key, info = null) {
   stop();
-  run.info = await ask("/api/run", { run: key });
+  run.info = info || await ask("/api/run", { run: key });
   Object.assign(run, { key, states: run.info.states, events: [], waits: [], edges: [], size: -1 });
   lostSince = null;
   follow();

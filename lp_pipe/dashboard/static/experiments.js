@@ -2,7 +2,7 @@
 
 import { color, empty, h, number, s, short, table } from "/dom.js";
 import { app, ask, post, run } from "/data.js";
-import { WHOLE } from "/chart.js";
+import { WHOLE, plotLibrary } from "/chart.js";
 
 const LOOK_EVERY_MS = 1000;
 const INKS = 8;
@@ -34,7 +34,8 @@ export async function experimentsPage(main, page) {
     clearTimeout(timer);
     if (!document.hidden) {
       try {
-        const now = await ask("/api/experiment", { id: select.value, ...(version ? { version } : {}) });
+        const asked = { id: select.value, ...(version ? { version } : {}) };
+        const [now] = await Promise.all([ask("/api/experiment", asked), plotLibrary()]);
         if (!page.isCurrent()) return;
         if (now.version !== version) { version = now.version; found = now; render(); }
       } catch (error) { body.replaceChildren(h("p", { class: "error" }, error.message)); }
