@@ -506,7 +506,9 @@ def finished_work(result: Any) -> Any:
     from torch._C import _distributed_c10d
 
     c10d: Any = _distributed_c10d
-    done: torch.futures.Future[Any] = torch.futures.Future()
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    devices = {leaf.device for leaf in leaves if leaf.device.type != "cpu"}
+    done: torch.futures.Future[Any] = torch.futures.Future(devices=sorted(devices, key=str))
     done.set_result(result)
     return c10d._create_work_from_future(done)
 

@@ -84,6 +84,7 @@ class SharedMemoryBackend(Backend):
         reduce, divisor = reducing(op, dtype), self.world_size if op == "mean" else 1
         check_parts("reduce_scatter", input, output, self.world_size)
         (flat, place), result = self._share(flat_view(input)), flat_view(output)
+        added = result if result.is_cpu else self.empty(count, dtype)
         call = call or Call("reduce_scatter", op, dtype, tuple(input.shape))
         tensors = self._tensors(self._arrive(call, place), len(flat), dtype)
         start = self.rank * count
@@ -94,9 +95,11 @@ class SharedMemoryBackend(Backend):
                 reduce(total, other, out=total)
             if divisor > 1:
                 total.div_(divisor)
-            result[at : at + len(total)].copy_(total)
+            added[at : at + len(total)].copy_(total)
             at += len(total)
         self._arrive(_LEAVE, None)
+        if added is not result:
+            result.copy_(added)
 
     def all_gather(self, output: Tensor, input: Tensor, call: Call | None = None) -> None:
         check_parts("all_gather", output, input, self.world_size)

@@ -16,7 +16,7 @@ from lp_pipe.data_parallel.served_buckets import ServedBuckets
 from lp_pipe.data_parallel.shard_moves import STATE, HeldShards, OfElements, announced, are_shards_lost, dealt_states
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
-from lp_pipe.training.optimizer_state import OfParameter
+from lp_pipe.training.optimizer_state import OfParameter, beside
 from lp_pipe.training.state_shards import OwnShard, OwnShardState, StateShards, flat, is_dense, is_elementwise, joined
 from lp_pipe.training.tensor_parts import Box, TensorPart, as_part, boxes_of_range, memory_order
 
@@ -137,8 +137,11 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         if self._shards is not None:  # mirrors are dealt after this
             self._shards.set_states({one: _flattened(one, state) for one, (state, _) in saved.items()})
             return
-        for parameter, (state, _) in saved.items():
-            self.inner.state[parameter] = {key: _placed(parameter, value) for key, value in state.items()}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in saved:
+                    state = {key: _whole_or_sharded(parameter, value) for key, value in saved[parameter].state.items()}
+                    self.inner.state[parameter] = beside(parameter, state, group)
 
     @contextlib.contextmanager
     def whole_state(self, *, keeps: bool) -> Iterator[None]:
@@ -337,10 +340,10 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def _check_parameters(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
         has_servers = self._workers.options.is_async or self._workers.group.push_pull is not None
         for name, parameter in parameters:
-            if not parameter.is_cpu and (self.is_sharded or has_servers):
+            if not parameter.is_cpu and has_servers:
                 raise NotSupported(
-                    f"parameter {name!r} is on {parameter.device}: zero and dp.Servers are for parameters on the CPU "
-                    "for now; without them replicas train on GPUs"
+                    f"parameter {name!r} is on {parameter.device}: dp.Servers are for parameters on the CPU for now; "
+                    "without them replicas train on GPUs"
                 )
             if self.is_sharded and self.sharded_model is None and not is_dense(parameter):
                 raise NotSupported(f"parameter {name!r} is a view with gaps in its memory: use zero=0")
@@ -450,16 +453,14 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         return undo
 
 
-def _placed(parameter: nn.Parameter, value: Any) -> Any:
-    """Return a value that was read, as the optimizer's state of a parameter needs it."""
-    if isinstance(value, TensorPart):  # the parameter is a DTensor
-        sharded: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        if value.values:
-            sharded.to_local().copy_(value.values[0])
-        return sharded
-    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+def _whole_or_sharded(parameter: nn.Parameter, value: Any) -> Any:
+    """Return a value that was read, as a DTensor if the parameter is one."""
+    if not isinstance(value, TensorPart):
         return value
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    sharded: Any = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    if value.values:
+        sharded.to_local().copy_(value.values[0])
+    return sharded
 
 
 def _flattened(parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -490,22 +491,26 @@ def gathered_states(
             if not any(part is not None and isinstance(part.values.get(name), OfElements) for part in parts):
                 whole += [OwnShardState(part.begin, part.end, {name: part.values[name]}) for part in parts if part]
                 continue
-            gathered = _gathered(workers, name, parts, own.get(parameter))
+            gathered = _gathered(workers, name, parts, own.get(parameter), parameter.device)
             whole += gathered if keeps else []
         found.append(joined(parameter, whole))
     return found
 
 
 def _gathered(
-    workers: ReplicaWorkers, name: str, parts: Sequence[OwnShardState | None], own: OwnShardState | None
+    workers: ReplicaWorkers,
+    name: str,
+    parts: Sequence[OwnShardState | None],
+    own: OwnShardState | None,
+    device: torch.device,
 ) -> list[OwnShardState]:
-    """Return one value of all shards of a parameter."""
+    """Return one value of all shards of a parameter, on its device."""
     longest = max(part.end - part.begin for part in parts if part is not None)
     dtype = next(part.values[name].dtype for part in parts if part is not None)
-    padded = torch.zeros(longest, dtype=dtype)
+    padded = torch.zeros(longest, dtype=dtype, device=device)
     if own is not None:
         padded[: own.end - own.begin] = own.values[name]
-    rows = torch.empty(len(parts), longest, dtype=dtype)
+    rows = torch.empty(len(parts), longest, dtype=dtype, device=device)
     workers.backend.all_gather(rows.view(-1), padded, call=STATE)
     return [
         OwnShardState(part.begin, part.end, {name: row[: part.end - part.begin]})

@@ -220,7 +220,8 @@ class Replica(NormalizesBatches):
         """Shard the parameters of a model over the workers, in place, and return it; for `optimizer`.
 
         The model is one of torch's FSDP2, over `process_group`. Its parameters become rank 0's. One that was built on
-        the meta device is filled module by module, by their reset_parameters(), so that no process ever has all of it:
+        the meta device is filled module by module, by their reset_parameters() on the CPU, and is then on the worker's
+        `device`, so that no process ever has all of it:
 
             with pp.layer_rng(seed, 0):
                 with torch.device("meta"):
@@ -236,7 +237,8 @@ class Replica(NormalizesBatches):
 
         Raises:
             NotSupported: the workers are threads of one process, or may change.
-            DataParallelError: `zero` is another number, or a module on the meta device has no reset_parameters().
+            DataParallelError: `zero` is another number, the model is on several devices, or a module on the meta device
+                has no reset_parameters().
         """
         from lp_pipe.data_parallel import sharded_model
 
@@ -257,7 +259,7 @@ class Replica(NormalizesBatches):
                 "process. Launch with mode='process', or use replica.optimizer"
             )
         self._sharded_models[model] = sharded_model.ShardedModel(
-            model, zero, self._workers.exchange, self.process_group
+            model, zero, self._workers.exchange, self.process_group, self.device
         )
         return model
 

@@ -37,7 +37,12 @@ class OfElements:
 def announced(state: OwnShardState) -> OwnShardState:
     """Return what other workers must know of a shard's state: dtypes in place of values of elements."""
     values = {
-        name: OfElements(value.dtype) if state.is_of_elements(name) else value for name, value in state.values.items()
+        name: OfElements(value.dtype)
+        if state.is_of_elements(name)
+        else value.cpu()
+        if isinstance(value, Tensor)
+        else value
+        for name, value in state.values.items()
     }
     return OwnShardState(state.begin, state.end, values)
 
@@ -102,7 +107,7 @@ class _Needed:
     def put(self, name: str, begin: int, piece: Tensor) -> None:
         first, last = max(begin, self.begin), min(begin + len(piece), self.end)
         if name not in self.values:
-            self.values[name] = torch.empty(self.end - self.begin, dtype=piece.dtype)
+            self.values[name] = torch.empty(self.end - self.begin, dtype=piece.dtype, device=piece.device)
         self.values[name][first - self.begin : last - self.begin] = piece[first - begin : last - begin]
 
 
@@ -132,22 +137,24 @@ def dealt_states(
                         one.values[name] = copy.deepcopy(value)
                     continue
                 values = None if source is None else source.values[name][piece.begin - source.begin :]
-                sent = _sent(workers, piece, value.dtype, values)
+                sent = _sent(workers, piece, value.dtype, values, parameter.device)
                 for one in here:
                     one.put(name, piece.begin, sent)
             if lacks_updates:
                 newest = flat(parameter)[piece.begin : piece.end]
-                newest.copy_(_sent(workers, piece, parameter.dtype, newest if is_own else None))
+                newest.copy_(_sent(workers, piece, parameter.dtype, newest if is_own else None, parameter.device))
         for states, one in zip(found, ranges, strict=True):
             if one.values:
                 states[parameter] = one.values
     return found
 
 
-def _sent(workers: ReplicaWorkers, piece: _SentRange, dtype: torch.dtype, source: Tensor | None) -> Tensor:
+def _sent(
+    workers: ReplicaWorkers, piece: _SentRange, dtype: torch.dtype, source: Tensor | None, device: torch.device
+) -> Tensor:
     """Return a piece, as its worker has sent it to all."""
     size = piece.end - piece.begin
-    found = torch.empty(size, dtype=dtype) if source is None else source[:size].clone()
+    found = torch.empty(size, dtype=dtype, device=device) if source is None else source[:size].to(device, copy=True)
     if workers.membership.world_size > 1:
         workers.backend.broadcast(found, piece.rank, call=STATE)
     return found

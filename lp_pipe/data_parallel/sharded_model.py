@@ -38,9 +38,15 @@ class ShardedModel:
     Its state_dict() has whole tensors, which all workers must ask for together, and its load_state_dict() takes them.
 
     zero: 3: a unit's whole parameters are let go between its forward and its backward; 2: they are not.
+    device: of a model that is on the meta device; others stay where they are.
+
+    Raises:
+        DataParallelError: the model is on several devices, or cannot be filled.
     """
 
-    def __init__(self, model: nn.Module, zero: int, exchange: Exchange, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, model: nn.Module, zero: int, exchange: Exchange, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         self.model = model
         self.zero = zero
         self._whole: dict[str, Tensor] | None = None  # the whole state, while one worker saves it
@@ -50,9 +56,12 @@ class ShardedModel:
             share_initial_values(exchange.backend, (*model.parameters(), *model.buffers()))
         if zero == 3:
             keep_no_holes()
-        mesh = DeviceMesh.from_group(group, "cpu")
+        device = _device_of(model, device)
+        mesh = DeviceMesh.from_group(group, device.type)
         units = [*units_of(model), model]
-        with lasting():
+        # FSDP2 takes the current GPU for the mesh's.
+        is_current: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with lasting(), is_current:
             for unit in units:
                 fully_shard(unit, mesh=mesh, reshard_after_forward=zero == 3)
         assert isinstance(model, FSDPModule)
@@ -64,8 +73,8 @@ class ShardedModel:
             unit.set_custom_all_gather(cast(Any, _SharedGather(exchange)))
             unit.set_gradient_divide_factor(1.0)
         if is_meta:
-            with lasting():
-                _initialize(model)
+            with lasting(), is_current:
+                _initialize(model, device)
         hooked: Any = model  # torch's types lack these
         hooked.register_state_dict_post_hook(partial(self._make_whole))  # a method takes none of torch's marks
         hooked.register_load_state_dict_pre_hook(self._take_own)
@@ -364,20 +373,22 @@ def _cut_like(parameter: DTensor, value: Tensor) -> DTensor:
 
 
 @torch.no_grad()
-def _initialize(model: nn.Module) -> None:
+def _initialize(model: nn.Module, device: torch.device) -> None:
     """Give a model that was built on the meta device its initial values, one module at a time.
 
-    Each module's reset_parameters() fills whole parameters, of which this worker keeps its rows. The modules' order is
-    that in which they are found in the model, so that the random numbers are those of a model that is built at once.
+    Each module's reset_parameters() fills whole parameters and buffers on the CPU. Of the parameters this worker keeps
+    its rows. The modules' order is that in which they are found in the model, so that the random numbers are those of a
+    model that is built at once on the CPU.
 
     Raises:
         DataParallelError: a module has parameters or buffers, and no reset_parameters().
     """
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     done: set[int] = set()
     for name, module in model.named_modules():
         sharded = {key: value for key, value in parameters_of(module).items() if value is not None}
-        if not sharded and not any(value is not None for value in buffers_of(module).values()):
+        buffers = {key: value for key, value in buffers_of(module).items() if value is not None}
+        if not sharded and not buffers:
             continue
         reset = getattr(module, "reset_parameters", None)
         if not callable(reset):
@@ -386,15 +397,33 @@ def _initialize(model: nn.Module) -> None:
                 "reset_parameters(), which would fill its parameters and buffers: add one, or build it on the CPU"
             )
         whole = {key: nn.Parameter(torch.empty(value.shape, dtype=value.dtype)) for key, value in sharded.items()}
-        _put(module, whole)
+        on_cpu = {key: value.cpu() for key, value in buffers.items()}
+        _put(module, {**whole, **on_cpu})
         reset()
-        _put(module, sharded)
+        for key, value in buffers.items():
+            value.copy_(getattr(module, key))
+        _put(module, {**sharded, **buffers})
         for key, value in sharded.items():
             if isinstance(value, DTensor) and id(value) not in done:
                 value.to_local().copy_(_cut_like(value, whole[key]).to_local())
                 done.add(id(value))
 
 
-def _put(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
-        setattr(module, name, parameter)
+def _put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        setattr(module, name, tensor)
+
+
+def _device_of(model: nn.Module, device: torch.device) -> torch.device:
+    """Return the device of the model's parameters and buffers; `device` if they are on the meta device.
+
+    Raises:
+        DataParallelError: they are on several devices.
+    """
+    found = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
+    if len(found) > 1:
+        raise DataParallelError(
+            f"replica.shard takes a model on one device, and this one is on {', '.join(sorted(map(str, found)))}: move "
+            "it first, model.to(replica.device)"
+        )
+    return found.pop() if found else device

@@ -94,7 +94,9 @@ def add_pipeline(
         gradients, too. 3: the parameters, too; layers are gathered where they are used. 2 and 3 need stages=1. The
         optimizer must treat elements independently, as SGD, Adam, AdamW and RMSprop do, or say so by a class attribute
         `elementwise = True`.
-    offload: "cpu": keep the optimizer's state in the host's memory, where stages compute on GPUs. Not there yet.
+    offload: "cpu": a stage on a GPU keeps the optimizer's state in the host's memory, with a copy of the parameters
+        (with zero, of its shards) that the CPU updates: the results are those of an optimizer on the CPU. The optimizer
+        must be one that zero=1 takes. Stages on the CPU have all in the host's memory anyway.
     on_failure, max_restarts, on_hang: as those of `Program.group`. "restart" starts a dead worker again, in its place;
         the node that trains then restores all workers from a checkpoint (`Checkpoints.steps`, or `.recovering`).
 
@@ -153,6 +155,7 @@ def add_pipeline(
         has_batch_dims=model.batch_dims is not None,
         callbacks=model.callbacks,
         zero=zero if max(layout.replicas) > 1 else 0,  # a single replica has nothing to divide
+        is_offloaded=offload is not None,
         registered=None if layout.name is None else registered(layout.name),
     )
     check_on_nan(on_nan, is_asynchronous=config.is_asynchronous)
@@ -229,17 +232,13 @@ def _check_zero(config: PipelineConfig, offload: Any) -> None:
     Raises:
         NotSupported: the error names the option.
     """
-    if offload is not None:
-        if offload != "cpu":
-            raise PipelineError(f"offload={offload!r}: give 'cpu', or None")
+    if offload not in ("cpu", None):
+        raise PipelineError(f"offload={offload!r}: give 'cpu', or None")
+    option = f"zero={config.zero}" if config.zero else f"offload={offload!r}" if offload else ""
+    if option and config.is_asynchronous:
         raise NotSupported(
-            "offload='cpu' keeps the optimizer's state of stages on GPUs in the host's memory, which is not there yet; "
-            "stages on the CPU have it there anyway"
-        )
-    if config.zero and config.is_asynchronous:
-        raise NotSupported(
-            f"zero={config.zero} with an asynchronous schedule, whose stages update after every micro-batch: use "
-            "zero=0, or a synchronous schedule, such as '1f1b'"
+            f"{option} with an asynchronous schedule, whose stages update after every micro-batch: leave it out, or "
+            "use a synchronous schedule, such as '1f1b'"
         )
     if config.zero < 2:
         return
@@ -255,8 +254,6 @@ def _check_zero(config: PipelineConfig, offload: Any) -> None:
         )
     if config.zero == 3 and config.callbacks:
         raise NotSupported("zero=3 with pp.Model(callbacks=…): the modules' parameters are in shards: use zero=2")
-    if set(config.devices) - {"auto", "cpu"}:
-        raise NotSupported(f"zero={config.zero} on {config.devices[0]}: parameters in shards are on the CPU for now")
 
 
 def _owners(model: Model, tied: Sequence[Names]) -> set[int]:

@@ -96,6 +96,7 @@ class PipelineConfig:
     has_batch_dims: bool  # whether the model sets batch_dims
     callbacks: Mapping[int, Callable[[dict[str, Any]], Any]]  # by the step before which it is called
     zero: int  # what the replicas of a worker divide among themselves, see worker.parameter_shards
+    is_offloaded: bool  # whether the optimizer's state of a stage on a GPU is in the host's memory
     registered: Registered | None  # of a schedule that only the launching process may have registered
 
     @property

@@ -81,6 +81,11 @@ def current(device: torch.device) -> Iterator[None]:
             yield
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """Return whether the device's tensors are not in the host's memory."""
+    return device.type != "cpu"
+
+
 def to_device(value: Any, device: torch.device) -> Any:
     """Return the value with its tensors on a device; the value itself if that is the CPU."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value) if device.type != "cpu" else value

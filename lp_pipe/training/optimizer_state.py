@@ -68,6 +68,24 @@ def restore(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, OfParameter
                 optimizer.state[parameter] = saved[parameter].state
 
 
+def beside(parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return state that was read on the host, moved to the parameter's device.
+
+    Source: torch.optim.Optimizer.load_state_dict, which leaves `step` on the host unless a kernel is to read it.
+    """
+    stays = set() if group.get("fused") or group.get("capturable") else {"step"}
+    return {
+        key: _as(parameter, value) if isinstance(value, Tensor) and key not in stays else value
+        for key, value in state.items()
+    }
+
+
+def _as(parameter: Tensor, value: Tensor) -> Tensor:
+    if value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value.to(parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # a checkpoint keeps no strides
+
+
 def _load(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, OfParameter]) -> None:
     packed = optimizer.state_dict()
     for group, index, parameter in _places(optimizer, packed):

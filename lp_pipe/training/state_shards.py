@@ -1,7 +1,12 @@
 """One rank's shards of an optimizer's parameters: it updates these, and has the optimizer state of these only (ZeRO).
 
-A shard is a range of a parameter's elements, as they lie in memory. Its state has the shape of the shard.
-Source: ZeRO (Rajbhandari et al., 2020), section 5.
+A shard is a range of a parameter's elements, as they lie in memory. Its state has the shape of the shard. With offload
+the state is in the host's memory, with a copy of the shard that the CPU updates:
+
+    GPU     gradient ──┐                    ┌──> shard
+    host               └──> update ── copy ─┘
+
+Sources: ZeRO (Rajbhandari et al., 2020), section 5; ZeRO-Offload (Ren et al., 2021), section 4.
 """
 
 import contextlib
@@ -15,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.errors import NotSupported
+from lp_pipe.private_torch import version_of
 from lp_pipe.training.lasting_memory import lasting
 from lp_pipe.training.optimizer_state import overrides_state_dict
 from lp_pipe.training.tensor_parts import TensorPart, memory_order, part_of_range
@@ -50,7 +56,7 @@ def refuse_not_elementwise(optimizer: torch.optim.Optimizer, option: str) -> Non
         raise NotSupported(
             f"{option} with {kind.__name__}: each process updates a part of a parameter's elements, which is right for "
             "optimizers that treat every element independently, such as SGD, Adam, AdamW and RMSprop. If "
-            f"{kind.__name__} does, set its class attribute `elementwise = True`; otherwise use zero=0"
+            f"{kind.__name__} does, set its class attribute `elementwise = True`; otherwise leave out {option}"
         )
     if overrides_state_dict(optimizer):
         raise NotSupported(f"{option} with {kind.__name__}, which has a state_dict() of its own: use zero=0")
@@ -127,7 +133,7 @@ def joined(parameter: Tensor, parts: Sequence[OwnShardState]) -> dict[str, Any]:
 
 
 class _Trained(NamedTuple):
-    """A shard, and the parameter that stands for it while the optimizer updates it."""
+    """A shard, and the parameter that stands for it while the optimizer updates it: in its memory, or on the host."""
 
     shard: OwnShard
     stand_in: nn.Parameter
@@ -141,6 +147,9 @@ class StateShards:
 
     shards: of each parameter of the optimizer that this rank has elements of. mirrors: those of another rank, which
         this one updates, too, so that they outlive that rank.
+    is_offloaded: whether the CPU updates copies of the shards in the host's memory, which has the state, too. The bits
+        are those of an optimizer whose parameters are on the CPU. A shard that something else has written to is copied
+        again before the next update, if the tensor's version tells it; otherwise call `note_writes`.
     """
 
     def __init__(
@@ -148,8 +157,12 @@ class StateShards:
         optimizer: torch.optim.Optimizer,
         shards: Mapping[nn.Parameter, OwnShard],
         mirrors: Mapping[nn.Parameter, OwnShard] | None = None,
+        *,
+        is_offloaded: bool = False,
     ) -> None:
         self.optimizer = optimizer
+        self._is_offloaded = is_offloaded
+        self._copied: dict[nn.Parameter, int] = {}  # by stand-in on the host: the version of the shard that it equals
         self._own: dict[nn.Parameter, _Trained] = {}
         self._mirrors: dict[nn.Parameter, _Trained] = {}
         self._state: dict[Any, Any] = defaultdict(dict)
@@ -162,26 +175,32 @@ class StateShards:
         self, shards: Mapping[nn.Parameter, OwnShard], mirrors: Mapping[nn.Parameter, OwnShard] | None = None
     ) -> None:
         """Update other shards from now on; they have no state yet."""
-        self._own, self._mirrors = _trained(shards), _trained(mirrors or {})
+        self._own, self._mirrors = self._trained(shards), self._trained(mirrors or {})
+        self._copied.clear()
         self._state.clear()
 
     def step(
         self, gradients: Mapping[nn.Parameter, Tensor], of_mirrors: Mapping[nn.Parameter, Tensor] | None = None
     ) -> None:
         """Update the shards. gradients: of the shards, by parameter; one without is left as it is."""
-        held = [(self._own, gradients), (self._mirrors, of_mirrors or {})]
-        for shards, found in held:
+        for shards, found in ((self._own, gradients), (self._mirrors, of_mirrors or {})):
             for parameter, trained in shards.items():
-                trained.stand_in.grad = found.get(parameter)
+                gradient = found.get(parameter)
+                if gradient is not None and self._is_offloaded:
+                    gradient = _on_host(gradient)
+                trained.stand_in.grad = gradient
         try:
             # The first update makes the optimizer's state.
-            with contextlib.nullcontext() if self._has_stepped else lasting(), self._shards_in_groups():
+            with (
+                self._on_host_copies() if self._is_offloaded else contextlib.nullcontext(),
+                contextlib.nullcontext() if self._has_stepped else lasting(),
+                self._shards_in_groups(),
+            ):
                 self.optimizer.step()
             self._has_stepped = True
         finally:
-            for shards, _ in held:
-                for trained in shards.values():
-                    trained.stand_in.grad = None
+            for trained in self._all():
+                trained.stand_in.grad = None
 
     def states(self) -> dict[nn.Parameter, OwnShardState]:
         """Return the state of each own shard that has one, without copying it."""
@@ -199,23 +218,29 @@ class StateShards:
     def take_whole(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
         """Replace the state of shards and mirrors by that of whole parameters, which is copied."""
         self._state.clear()
+        of_kernels = self._parameters_of_kernels()
         for shards in (self._own, self._mirrors):
             for parameter, trained in shards.items():
                 if parameter in states:
-                    self._state[trained.stand_in] = {
-                        name: _cut(parameter, trained.shard, name, value) for name, value in states[parameter].items()
-                    }
+                    whole = states[parameter]
+                    own = {name: _cut(parameter, trained.shard, name, value) for name, value in whole.items()}
+                    self._state[trained.stand_in] = _placed(trained, own, has_kernel=parameter in of_kernels)
 
     def set_states(
         self, states: Mapping[Any, Mapping[str, Any]], of_mirrors: Mapping[Any, Mapping[str, Any]] | None = None
     ) -> None:
-        """Set the shards' state; values of their elements are one-dimensional. of_mirrors: None: there are none now."""
+        """Set the shards' state, from any device; values of their elements are one-dimensional.
+
+        of_mirrors: None: there are none now.
+        """
         self._state.clear()
         if of_mirrors is None:
             self._mirrors = {}
+        of_kernels = self._parameters_of_kernels()
         for shards, given in ((self._own, states), (self._mirrors, of_mirrors or {})):
             for parameter in shards.keys() & given.keys():
-                self._state[shards[parameter].stand_in] = dict(given[parameter])
+                trained, has_kernel = shards[parameter], parameter in of_kernels
+                self._state[trained.stand_in] = _placed(trained, given[parameter], has_kernel=has_kernel)
 
     def range_of(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return where this rank's shard of a parameter begins and ends; it may be empty."""
@@ -232,6 +257,56 @@ class StateShards:
             self._state.update(zip(keys, kept, strict=True))
 
         return undo
+
+    def note_writes(self, *, to_shards: bool) -> None:
+        """Note that parameters were written to. to_shards: maybe in the shards, so that the host's copies are old."""
+        are_equal = self._is_offloaded and not to_shards
+        self._copied = {one.stand_in: version_of(one.shard.elements) for one in self._all()} if are_equal else {}
+
+    def _all(self) -> list[_Trained]:
+        return [*self._own.values(), *self._mirrors.values()]
+
+    def _trained(self, shards: Mapping[nn.Parameter, OwnShard]) -> dict[nn.Parameter, _Trained]:
+        return {
+            parameter: _Trained(
+                shard, nn.Parameter(_empty_on_host(shard.elements) if self._is_offloaded else shard.elements)
+            )
+            for parameter, shard in shards.items()
+            if shard.elements.numel()
+        }
+
+    @contextlib.contextmanager
+    def _on_host_copies(self) -> Iterator[None]:
+        """Update the host's copies in the body; before, these become the shards, and after it the shards these."""
+        with torch.no_grad():
+            for shard, stand_in in self._all():
+                if self._copied.get(stand_in) != version_of(shard.elements):
+                    stand_in.copy_(shard.elements, non_blocking=True)
+        for device in {shard.elements.device for shard, _ in self._all()}:
+            if device.type != "cpu":
+                torch.accelerator.current_stream(device).synchronize()
+        before = {trained.stand_in: version_of(trained.stand_in) for trained in self._all()}
+        try:
+            yield
+        except BaseException:  # as if the shards themselves had been updated: the caller looks at their versions
+            self._copy_to_shards([one for one in self._all() if version_of(one.stand_in) != before[one.stand_in]])
+            self.note_writes(to_shards=True)
+            raise
+        self._copy_to_shards(self._all())  # of each version: some optimizers write to `.data`
+        self.note_writes(to_shards=False)
+
+    @torch.no_grad()
+    def _copy_to_shards(self, updated: Sequence[_Trained]) -> None:
+        for shard, stand_in in updated:
+            shard.elements.copy_(stand_in, non_blocking=True)
+
+    def _parameters_of_kernels(self) -> set[nn.Parameter]:
+        """Return the parameters whose values of the state are all read by a kernel.
+
+        Source: torch.optim.Optimizer.load_state_dict, which leaves `step` of others on the host.
+        """
+        groups = self.optimizer.param_groups
+        return {one for group in groups if group.get("fused") or group.get("capturable") for one in group["params"]}
 
     def _state_of(self, trained: _Trained) -> OwnShardState:
         return OwnShardState(trained.shard.begin, trained.shard.end, dict(self._state.get(trained.stand_in, {})))
@@ -252,12 +327,26 @@ class StateShards:
                 group["params"] = parameters
 
 
-def _trained(shards: Mapping[nn.Parameter, OwnShard]) -> dict[nn.Parameter, _Trained]:
-    return {
-        parameter: _Trained(shard, nn.Parameter(shard.elements))
-        for parameter, shard in shards.items()
-        if shard.elements.numel()
-    }
+def _empty_on_host(like: Tensor) -> Tensor:
+    """Return memory of the host for a tensor's values: page-locked, so that a GPU copies them by itself."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a copy in the host's memory, which is complete once the GPU's current stream is."""
+    return _empty_on_host(tensor).copy_(tensor, non_blocking=True)
+
+
+def _placed(trained: _Trained, state: Mapping[str, Any], *, has_kernel: bool) -> dict[str, Any]:
+    """Return the state of a shard on the device that updates it. has_kernel: all values are read by a kernel."""
+    described = OwnShardState(trained.shard.begin, trained.shard.end, state)
+    found = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and (has_kernel or described.is_of_elements(name)):
+            found[name] = value.to(trained.stand_in.device)
+        elif isinstance(value, Tensor) and name == _OF_WHOLE_PARAMETER:
+            found[name] = value.cpu()
+    return found
 
 
 def _cut(parameter: nn.Parameter, shard: OwnShard, name: str, value: Any) -> Any:
@@ -268,8 +357,7 @@ def _cut(parameter: nn.Parameter, shard: OwnShard, name: str, value: Any) -> Any
         return copy.deepcopy(value)
     if value.stride() != parameter.stride():
         value = _empty_as(parameter, value).copy_(value)
-    own = flat(value)[shard.begin : shard.end]
-    return own.to(shard.elements.device, copy=True)
+    return flat(value)[shard.begin : shard.end].clone()
 
 
 def _empty_as(parameter: Tensor, value: Tensor) -> Tensor:

@@ -39,13 +39,18 @@ _GRADIENTS = Call("gradients for their norm")
 
 
 class ParameterShards:
-    """The shards of one replica: of each parameter the range `replica` of as many equal ones as there are replicas."""
+    """The shards of one replica: of each parameter the range `replica` of as many equal ones as there are replicas.
+
+    With count=1 they are whole parameters, which the optimizer updates as shards all the same, in the host's memory.
+    """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], replica: int, count: int, zero: int) -> None:
         self.backend: Backend | None = None  # joins the replicas, in operations
         for name, parameter in named:
             if not is_dense(parameter):
-                raise NotSupported(f"zero={zero}: parameter {name!r} is a view with gaps in its memory: use zero=0")
+                raise NotSupported(
+                    f"zero={zero}: parameter {name!r} is a view with gaps in its memory: use zero=0, without offload"
+                )
         self.zero = zero
         self.parameters = [parameter for _, parameter in named]
         self._replica = replica
@@ -95,6 +100,8 @@ class ParameterShards:
     @torch.no_grad()
     def share_updates(self) -> None:
         """Give all replicas the parameters of which each has updated its shards."""
+        if self._count == 1:
+            return
         backend = self._joined()
         for bucket in self._buckets(self.parameters):
             sizes = [self.size(parameter) for parameter in bucket]
@@ -132,12 +139,13 @@ class ParameterShards:
 class EarlyShards:
     """The shards of layers that are built one after the other, so that no process ever has all of their parameters.
 
-    found: of each parameter whose memory was let go.
+    device: where the stage computes; layers are built on any. found: of each parameter whose memory was let go.
     """
 
-    def __init__(self, replica: int, count: int) -> None:
+    def __init__(self, replica: int, count: int, device: torch.device) -> None:
         self._replica = replica
         self._count = count
+        self._device = device
         self.found: dict[nn.Parameter, Tensor] = {}
 
     @torch.no_grad()
@@ -149,7 +157,9 @@ class EarlyShards:
                 size = -(-parameter.numel() // self._count)
                 begin = min(parameter.numel(), self._replica * size)
                 own = flat(parameter)[begin : begin + size]
-                self.found[parameter] = lasting_empty(len(own), own.dtype, own.device).copy_(own)
+                self.found[parameter] = lasting_empty(len(own), own.dtype, self._device).copy_(own)
+                if self._device.type != "cpu":  # what has no memory cannot be moved later
+                    parameter.data = _empty_like(parameter, self._device)
                 parameter.untyped_storage().resize_(0)
 
 
@@ -376,8 +386,7 @@ class BlockShards(ParameterShards):
             own[: end - begin] = flat(parameter)[begin:end] if early is None else early
             self._own[parameter] = own
             if early is None and parameter.untyped_storage().nbytes() != parameter.nbytes:  # others use its memory, too
-                alone = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
-                parameter.data = alone.copy_(parameter)
+                parameter.data = _empty_like(parameter, parameter.device).copy_(parameter)
         return packed
 
     @torch.no_grad()
@@ -485,3 +494,7 @@ class BlockShards(ParameterShards):
         for other in others:
             total += other
         self._gradients[parameter] = total
+
+
+def _empty_like(parameter: nn.Parameter, device: torch.device) -> Tensor:
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)

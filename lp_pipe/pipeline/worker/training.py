@@ -20,6 +20,7 @@ from lp_pipe.private_torch import versions_of
 from lp_pipe.training.gradients import GradientNorm, dense, is_finite, norms_of, unscale
 from lp_pipe.training.optimizer_state import (
     OfParameter,
+    beside,
     refuse_hidden_state,
     restore,
     state_of,
@@ -50,8 +51,13 @@ class Training:
         lr_scheduler: SchedulerFactory | None,
         seed: int = 0,
         shards: ParameterShards | None = None,
+        *,
+        is_offloaded: bool = False,
     ) -> None:
-        """shards: what this replica updates, if the replicas divide the parameters among themselves."""
+        """shards: what this replica updates, if the replicas divide the parameters among themselves, or offload them.
+
+        is_offloaded: whether the CPU updates copies of the shards in the host's memory.
+        """
         self._place = optimizer_place(stages[0].index if stages else 0)
         self._seed = seed
         self._parameters = [item for stage in stages for item in stage.named_parameters()]
@@ -68,8 +74,8 @@ class Training:
             with generators_locked():
                 self._optimizer = make_optimizer(optimizer, self._parameters)
             if shards is not None:
-                refuse_not_elementwise(self._optimizer, f"zero={shards.zero}")
-                self._states = StateShards(self._optimizer, shards.own())
+                refuse_not_elementwise(self._optimizer, f"zero={shards.zero}" if shards.zero else "offload='cpu'")
+                self._states = StateShards(self._optimizer, shards.own(), is_offloaded=is_offloaded)
             if lr_scheduler is not None:
                 self._lr_scheduler = make_scheduler(lr_scheduler, self._optimizer)
                 self.waits_for_metric = wants_metric(self._lr_scheduler)
@@ -152,6 +158,8 @@ class Training:
                 self._step_optimizer(step, 0)
                 if self._shards is not None:
                     self._shards.share_updates()
+                if self._states is not None:
+                    self._states.note_writes(to_shards=False)
             self.update_progress = UpdateProgress.WITHOUT_SCHEDULER
             self.step_scheduler()
             self.update_progress = UpdateProgress.DONE
@@ -164,6 +172,11 @@ class Training:
         """Do one update of an asynchronous step."""
         self._step_optimizer(step, index)
         self.clear_gradients()
+
+    def note_changed_parameters(self) -> None:
+        """Note that a user's function may have written to the parameters, also without a new version of them."""
+        if self._states is not None:
+            self._states.note_writes(to_shards=True)
 
     def step_scheduler(self) -> None:
         """Step the scheduler, once a step whatever its number of updates, unless it waits for a metric."""
@@ -338,8 +351,9 @@ class Training:
         of_parameters: dict[Tensor, OfParameter] = {}
         for group, name, parameter in self._grouped():
             if name in saved:
-                options = saved[name]["options"]
-                state = _beside(parameter, saved[name]["state"], {**group, **options})
+                options, state = saved[name]["options"], saved[name]["state"]
+                if self._states is None:
+                    state = beside(parameter, state, {**group, **options})
                 of_parameters[parameter] = OfParameter(state, options)
         if self._states is None:
             restore(self._optimizer, of_parameters)
@@ -367,21 +381,3 @@ def _differs(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _beside(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """Return state that was read on the host, moved to the parameter's device.
-
-    Source: torch.optim.Optimizer.load_state_dict, which leaves `step` on the host unless a kernel is to read it.
-    """
-    stays = set() if group.get("fused") or group.get("capturable") else {"step"}
-    return {
-        key: _as(parameter, value) if isinstance(value, Tensor) and key not in stays else value
-        for key, value in state.items()
-    }
-
-
-def _as(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    if value.shape != parameter.shape or value.stride() == parameter.stride():
-        return value.to(parameter.device)
-    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # a checkpoint keeps no strides

@@ -68,7 +68,7 @@ from lp_pipe.pipeline.worker.training import Training
 from lp_pipe.pipeline.worker.worker_state import WorkerState
 from lp_pipe.private_torch import buffers_of, parameters_of, version_of
 from lp_pipe.training.buffer_snapshot import BufferPlace
-from lp_pipe.training.device import choose_device, current, to_host
+from lp_pipe.training.device import choose_device, current, has_own_memory, to_host
 from lp_pipe.training.lasting_memory import keep_no_holes, lasting
 from lp_pipe.training.memory_advice import advice_for_pipeline, advised
 from lp_pipe.training.rng import change_place, step_rng
@@ -98,7 +98,8 @@ class StageWorker(CommandService):
         self.device = choose_device(pipeline.devices[self._worker], worker.rank)
         self._name = node.name
         self._advice = advice_for_pipeline(pipeline.zero, max(pipeline.replicas), pipeline.workers)
-        count, early = pipeline.replicas[self._worker], EarlyShards(self._replica, pipeline.replicas[self._worker])
+        count = pipeline.replicas[self._worker]
+        early = EarlyShards(self._replica, count, self.device)
         if pipeline.zero == 3 and count > 1:
             keep_no_holes()
         keeps = lasting() if pipeline.zero and count > 1 else contextlib.nullcontext()
@@ -110,7 +111,14 @@ class StageWorker(CommandService):
             for stage in self._stages.values():
                 refuse_time_first(stage.layers, stage.first_layer)
         stages = list(self._stages.values())
-        self.training = Training(stages, pipeline.optimizer, pipeline.lr_scheduler, pipeline.seed, self._shards)
+        self.training = Training(
+            stages,
+            pipeline.optimizer,
+            pipeline.lr_scheduler,
+            pipeline.seed,
+            self._shards,
+            is_offloaded=self._is_offloaded,
+        )
         loss = StageLoss(pipeline.loss if pipeline.last_stage in self._stages else None, self.device)
         self._criterion = loss.call
         self._inner = [module for stage in self._stages.values() for module in stage.modules()]
@@ -300,6 +308,7 @@ class StageWorker(CommandService):
                 self._note_changed_modules()
 
     def _note_changed_modules(self) -> None:
+        self.training.note_changed_parameters()
         self._writes.note_loaded()
         self._rules.note_change()
 
@@ -361,11 +370,15 @@ class StageWorker(CommandService):
         self._lookahead: Lookahead = self._async_worker() if config.is_asynchronous else NoLookahead()
         self._state.lookahead = self._lookahead
 
+    @property
+    def _is_offloaded(self) -> bool:
+        return self._config.is_offloaded and has_own_memory(self.device)
+
     def _parameter_shards(self, early: EarlyShards) -> ParameterShards | None:
         count = self._config.replicas[self._worker]
-        if not self._config.zero or count == 1:
-            return None
         named = [item for stage in self._stages.values() for item in stage.named_parameters()]
+        if not self._config.zero or count == 1:
+            return ParameterShards(named, 0, 1, 0) if self._is_offloaded else None
         if self._config.zero == 1:
             return ParameterShards(named, self._replica, count, 1)
         (stage,) = self._stages.values()
@@ -376,7 +389,7 @@ class StageWorker(CommandService):
     @contextlib.contextmanager
     def _joined(self, tag: int) -> Iterator[None]:
         """Join the other replicas for what they divide, in operation `tag`."""
-        if self._shards is None:
+        if self._shards is None or not self._shards.zero:
             yield
             return
         with self._reduction.joined(tag) as self._shards.backend:
