@@ -29,6 +29,7 @@ from lp_pipe.data_parallel.parameter_store import (
 from lp_pipe.data_parallel.training_state import TrainingState, options_of
 from lp_pipe.data_parallel.workers import ReplicaWorkers, TrainingHasEnded
 from lp_pipe.errors import CheckpointError, DataParallelError, NotSupported, Unavailable
+from lp_pipe.private_torch import pytree
 from lp_pipe.training.state_shards import OwnShardState, flat, is_dense, joined
 
 T = TypeVar("T")
@@ -175,7 +176,7 @@ class AsyncParameters:
 
     def apply_gradients(self, step: int) -> None:
         """Send the gradients, wait until they are applied, and take the newest parameters."""
-        options = [options_of(group) for group in self._optimizer.param_groups]
+        options = [_servers_options(group) for group in self._optimizer.param_groups]
         whole = [_in_order_of(parameter) for parameter in self._parameters]
         sent = [
             Gradient(self._number, self._rank, self.gradients, options, self._forms(whole, place))
@@ -231,23 +232,25 @@ class AsyncParameters:
                     shard.copy_(form[0])
                 else:
                     assert self._compression is not None
-                    shard.add_(self._compression.decode(form, shard.numel()).to(shard.dtype))
+                    shard.add_(self._compression.decode(form, shard.numel()).to(shard))
         self._versions = [found.version for found in applied]
         self.wants_whole = False
 
     def _optimizer_over(self, shards: Sequence[Tensor], place: int) -> torch.optim.Optimizer:
-        """Return a copy of the optimizer that updates copies of these shards, in place of its parameters."""
+        """Return a copy of the optimizer that updates the host's copies of these shards, in place of its parameters."""
         found = copy.copy(self._optimizer)
-        copies = [nn.Parameter(shard.clone()) for shard in shards]
+        found.defaults = _on_host(found.defaults)
+        copies = [nn.Parameter(shard.to("cpu", copy=True)) for shard in shards]
         rest = iter(copies)
         found.param_groups = [
-            {**options_of(group), "params": [next(rest) for _ in group["params"]]}
+            {**_servers_options(group), "params": [next(rest) for _ in group["params"]]}
             for group in self._optimizer.param_groups
         ]
         found.state = defaultdict(dict)
         for own, parameter in zip(copies, self._parameters, strict=True):
             if state := self._optimizer.state.get(parameter):
-                found.state[own] = {name: self._cut(parameter, name, value, place) for name, value in state.items()}
+                cut = {name: self._cut(parameter, name, value, place) for name, value in state.items()}
+                found.state[own] = _on_host(cut)
         return found
 
     def _cut(self, parameter: nn.Parameter, name: str, value: Any, place: int) -> Any:
@@ -363,7 +366,7 @@ class AsyncTraining:
 
     def _progress(self) -> WorkerProgress:
         gradients = tuple(self._of(optimizer).gradients for optimizer in self._state.optimizers)
-        return WorkerProgress(self._state.step, gradients, self._state.beside_parameters())
+        return WorkerProgress(self._state.step, gradients, _on_host(self._state.beside_parameters()))
 
     def _open_servers(self, *, is_first: bool) -> None:
         """Return once all servers let workers train. is_first: this worker gives them what they begin with.
@@ -403,7 +406,8 @@ class AsyncTraining:
         applied, places = self._saved.applied, self._saved.places
         if not places:
             applied = [{} for _ in self._state.optimizers]
-            first = WorkerProgress(self._state.step, (0,) * len(applied), self._state.beside_parameters())
+            beside = _on_host(self._state.beside_parameters())
+            first = WorkerProgress(self._state.step, (0,) * len(applied), beside)
             places = dict.fromkeys(range(workers), first)
         if len(places) != workers or len(applied) != len(self._state.optimizers):
             raise CheckpointError(
@@ -460,12 +464,23 @@ class SavedWorkers:
         self.places = {rank: WorkerProgress(*place) for rank, place in state["places"].items()}
 
 
+def _on_host(values: Any) -> Any:
+    """Return the values with copies of those tensors that are on a GPU, which servers may not have."""
+    return pytree.tree_map_only(Tensor, Tensor.cpu, values)
+
+
+def _servers_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the options of an optimizer's group, for an update on the host."""
+    found: dict[str, Any] = _on_host(options_of(group))
+    return {**found, "capturable": False} if "capturable" in found else found  # torch refuses it there
+
+
 def _in_order_of(parameter: nn.Parameter) -> Tensor | None:
-    """Return the parameter's gradient, with its elements in memory as those of the parameter."""
+    """Return the parameter's gradient on the host, with its elements in memory as those of the parameter."""
     gradient = parameter.grad
     if gradient is None or gradient.stride() == parameter.stride():
-        return gradient
-    return torch.empty_like(parameter).copy_(gradient)
+        return None if gradient is None else gradient.cpu()
+    return torch.empty_like(parameter, device="cpu").copy_(gradient)
 
 
 def _range(tensor: Tensor, place: int, count: int) -> tuple[int, int]:

@@ -107,8 +107,9 @@ class TrainingState:
             self._parts[name].load_state_dict(part)
         for optimizer, groups in zip(self.optimizers, state["options"], strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=True):
-                group.update(options)
-        self.buffers.put(state["buffers"])
+                group.update({name: _on_device_of(group.get(name), value) for name, value in options.items()})
+        own = self.buffers.tensors()
+        self.buffers.put([_on_device_of(*pair) for pair in zip(own, state["buffers"], strict=True)])
 
     def _other_parts(self) -> dict[str, Any]:
         """Return copies of the states of all parts but models and their optimizers, by name."""
@@ -329,6 +330,11 @@ class TrainingState:
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the options of an optimizer's group."""
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+def _on_device_of(own: Any, value: Any) -> Any:
+    """Return a value that was sent, on the device of the one here that it replaces."""
+    return value.to(own.device) if isinstance(own, Tensor) and isinstance(value, Tensor) else value
 
 
 def _has_mirrors(part: Any) -> bool:
