@@ -7,13 +7,16 @@ wait()        ◄── sums, into the tensor's place, front layers first ◄─
 import functools
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from lp_pipe import connections
+from lp_pipe.channels import gpu
 from lp_pipe.collectives.backend import GenerationOver
 from lp_pipe.collectives.compression import Compression, ErrorFeedback
 from lp_pipe.collectives.part_messages import Part, PartKey, ServerHello, begin, part_frame, part_of
@@ -69,6 +72,7 @@ class PendingSum:
     """A sum that is on its way.
 
     on_done: called once, in any thread, when it is complete, with None, or when it will never be, with the reason.
+    destination: memory on a GPU that gets the sum when it is waited for.
     """
 
     def __init__(
@@ -78,26 +82,34 @@ class PendingSum:
         total: Tensor,
         parts: int,
         on_done: Callable[[Exception | None], None] | None,
+        destination: Tensor | None,
     ) -> None:
         self._owner = owner
         self.name = name
         self.total = total
         self.parts_left = parts
         self.on_done = on_done
+        self._destination = destination
+        self._is_copied = False
 
     @property
     def is_complete(self) -> bool:
         return not self.parts_left
 
     def wait(self) -> Tensor:
-        """Return the sum.
+        """Return the sum. With a destination it is there for what is queued on the current stream from now on.
 
         Raises:
             GenerationOver: a worker or a server is gone.
             CollectiveMismatch: another worker has pushed another tensor under this name.
         """
         self._owner.wait_for(self)
-        return self.total
+        if self._destination is None:
+            return self.total
+        if not self._is_copied:
+            self._destination.copy_(self.total, non_blocking=True)
+            self._is_copied = True
+        return self._destination
 
 
 class PushPull:
@@ -132,6 +144,8 @@ class PushPull:
         self._connections: list[Connection] = []
         self._sender = PartSender("parts")
         self._outlets: list[Outlet] = []
+        self._filling: deque[tuple[torch.Event, Callable[[], None]]] = deque()  # what to push after which event
+        self._filling_thread: threading.Thread | None = None
         compression = options.compression.to_text() if options.compression else ""
         members = membership.members
         hello = ServerHello(membership.generation, members[self.rank], self.rank, len(members), compression)
@@ -156,11 +170,13 @@ class PushPull:
         *,
         compresses: bool = True,
         on_done: OnDone | None = None,
+        filled: torch.Event | None = None,
+        destination: Tensor | None = None,
     ) -> PendingSum:
         """Begin to sum flat tensors of one size: all of rank 0 in order, then all of rank 1, and so on.
 
         Workers may begin sums in any order: the n-th sum of a name is that of the n-th tensors of this name on all
-        workers. The tensors must not change until the sum is complete.
+        workers. The tensors, which are on the host, must not change until the sum is complete.
 
         tensors: of this worker's replicas; the first one may be changed.
         total: where the sum goes; may be the first tensor.
@@ -168,30 +184,30 @@ class PushPull:
         turn: of the first part among the parts of all tensors, where these are known: so all servers get their share.
         compresses: whether the option `compression` holds for this sum.
         on_done: see PendingSum.
+        filled: the event after which the tensors have their values, where a GPU writes them. No call waits for it.
+        destination: see PendingSum.
         """
-        dtype, numel = total.dtype, total.numel()
         urgency = urgency if self._options.priority else 0
-        is_compressed = self._feedback is not None and compresses and dtype.is_floating_point
-        if self.rank == 0 or is_compressed:  # nothing is added before these, or the order is of no importance
-            for other in tensors[1:]:
-                tensors[0].add_(other)
-            tensors = tensors[:1]
-        length = self._part_length(dtype, is_compressed=is_compressed)
-        begins = range(0, max(1, numel), length)
+        is_compressed = self._feedback is not None and compresses and total.dtype.is_floating_point
+        length = self._part_length(total.dtype, is_compressed=is_compressed)
+        begins = range(0, max(1, total.numel()), length)
         turn = zlib.crc32(name.encode()) if turn is None else turn
         with self._changed:
             sequence = self._uses[name] = self._uses.get(name, -1) + 1
-            pending = PendingSum(self, name, total, len(begins), on_done)
-            for part, first in enumerate(begins):
-                key, end = PartKey(name, sequence, part), min(numel, first + length)
-                cut = [tensor[first:end] for tensor in tensors]
-                outlet = self._outlets[self._turns[(turn + part) % len(self._turns)]]
-                self._under_way[key] = pending, total[first:end]
-                given = Part(key, end - first, dtype, cut, is_compressed, urgency)
-                self._sender.put(outlet, urgency, functools.partial(self._frame_of, given, outlet.connection))
+            pending = PendingSum(self, name, total, len(begins), on_done, destination)
+            places = [
+                (PartKey(name, sequence, part), slice(first, first + length)) for part, first in enumerate(begins)
+            ]
+            for key, place in places:
+                self._under_way[key] = pending, total[place]
             error = self._error
         if error is not None:
             self._fail(error)  # what was begun too late
+        elif filled is None:
+            self._push(tensors, places, urgency, turn, is_compressed=is_compressed)
+        else:
+            push = functools.partial(self._push, tensors, places, urgency, turn, is_compressed=is_compressed)
+            self._push_after(filled, push)
         return pending
 
     @property
@@ -243,6 +259,49 @@ class PushPull:
     def _part_length(self, dtype: torch.dtype, *, is_compressed: bool) -> int:
         size = _COMPRESSED_BYTES if is_compressed else min(self._options.partition_bytes, _WIRE_BYTES)
         return max(1, size // dtype.itemsize)
+
+    def _push(
+        self,
+        tensors: Sequence[Tensor],
+        places: Sequence[tuple[PartKey, slice]],
+        urgency: int,
+        turn: int,
+        *,
+        is_compressed: bool,
+    ) -> None:
+        """Queue the parts of tensors, whose values are there. places: of the parts in each tensor."""
+        if self.rank == 0 or is_compressed:  # nothing is added before these, or the order is of no importance
+            for other in tensors[1:]:
+                tensors[0].add_(other)
+            tensors = tensors[:1]
+        for number, (key, place) in enumerate(places, start=turn):
+            cut = [tensor[place] for tensor in tensors]
+            outlet = self._outlets[self._turns[number % len(self._turns)]]
+            part = Part(key, len(cut[0]), cut[0].dtype, cut, is_compressed, urgency)
+            self._sender.put(outlet, urgency, functools.partial(self._frame_of, part, outlet.connection))
+
+    def _push_after(self, filled: torch.Event, push: Callable[[], None]) -> None:
+        """Call `push` in the thread that waits for a GPU, once the event has come and all earlier ones have."""
+        with self._changed:
+            self._filling.append((filled, push))
+            if self._filling_thread is None:
+                self._filling_thread = threading.Thread(target=self._push_filled, name="filled parts", daemon=True)
+                self._filling_thread.start()
+            self._changed.notify_all()
+
+    def _push_filled(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._filling or self._error is not None)
+                if self._error is not None:
+                    self._filling.clear()
+                    return
+                filled, push = self._filling.popleft()
+            try:
+                gpu.wait_for(filled, lambda: None if self._error is None else str(self._error), timedelta.max)
+                push()
+            except Exception as error:  # of the GPU, or an abort meanwhile
+                self._fail(error)
 
     def _frame_of(self, part: Part, connection: Connection) -> Frame:
         if part.is_compressed and self._feedback is not None:

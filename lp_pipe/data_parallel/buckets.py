@@ -362,7 +362,7 @@ class GradientBuckets(GradientSums):
         if window[index] == expected:
             bucket.pending -= 1
             if not bucket.pending:
-                bucket.filled = _event_now(bucket.slots.device)
+                bucket.filled = event_now(bucket.slots.device)
                 with self._changed:
                     while self._ready < len(self._buckets) and not self._buckets[self._ready].pending:
                         self._ready += 1
@@ -387,7 +387,7 @@ class GradientBuckets(GradientSums):
             try:
                 with self._stream_of(bucket):
                     self._timed_sum(bucket)
-                    bucket.added = _event_now(bucket.slots.device)
+                    bucket.added = event_now(bucket.slots.device)
             except BaseException as caught:  # belongs to the thread that waits for the sums
                 error = caught
             with self._changed:
@@ -458,6 +458,6 @@ class GradientBuckets(GradientSums):
             bucket.slots[0, self._flags_at : self._flags_at + len(flags)] = torch.tensor(flags, dtype=torch.float32)
 
 
-def _event_now(device: torch.device) -> torch.Event | None:
+def event_now(device: torch.device) -> torch.Event | None:
     """Return the event that the work which is queued on the current stream is done; None on the host."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()

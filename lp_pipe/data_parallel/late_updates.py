@@ -86,7 +86,10 @@ class LateUpdates:
     def _update(self, parameter: nn.Parameter) -> None:
         """Wait for a parameter's sum, and make the updates of all sums that are complete by then."""
         self._late[parameter].pending.wait()
-        ready = {one: late.gradients[one] for one, late in self._late.items() if late.pending.is_complete}
+        complete = {one: late for one, late in self._late.items() if late.pending.is_complete}
+        for late in complete.values():
+            late.pending.wait()  # on a GPU this copies the sum there
+        ready = {one: late.gradients[one] for one, late in complete.items()}
         before = {one: one.grad for one in ready}
         groups = self._optimizer.param_groups
         try:

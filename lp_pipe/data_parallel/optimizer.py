@@ -338,13 +338,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         return [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
 
     def _check_parameters(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
-        has_servers = self._workers.options.is_async or self._workers.group.push_pull is not None
         for name, parameter in parameters:
-            if not parameter.is_cpu and has_servers:
-                raise NotSupported(
-                    f"parameter {name!r} is on {parameter.device}: dp.Servers are for parameters on the CPU for now; "
-                    "without them replicas train on GPUs"
-                )
             if self.is_sharded and self.sharded_model is None and not is_dense(parameter):
                 raise NotSupported(f"parameter {name!r} is a view with gaps in its memory: use zero=0")
 

@@ -15,6 +15,7 @@ from lp_pipe.collectives.group import Group
 from lp_pipe.collectives.inproc import InprocBackend
 from lp_pipe.collectives.part_messages import is_summed_by_servers
 from lp_pipe.data_parallel.batch_norm import NormalizesBatches
+from lp_pipe.data_parallel.buckets import event_now
 from lp_pipe.data_parallel.collective_calls import CollectiveCalls
 from lp_pipe.data_parallel.optimizer import ReplicaOptimizer
 from lp_pipe.data_parallel.shards import Shard, cut_into_shards, with_placeholders
@@ -31,15 +32,26 @@ if TYPE_CHECKING:  # torch's FSDP2 takes a second to import
 
 
 class WaitingFuture(Future[Any]):
-    """A future whose `result` lets other workers of this process, which it may depend on, go on meanwhile."""
+    """A future of a pytree of tensors.
 
-    def __init__(self, waiting: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    Its `result` lets other workers of this process, which it may depend on, go on meanwhile.
+
+    devices: of the tensors that `result` returns; they are there for what is queued on the current stream afterwards.
+    """
+
+    def __init__(
+        self, waiting: Callable[[], contextlib.AbstractContextManager[None]], devices: Sequence[torch.device]
+    ) -> None:
         super().__init__()
         self._waiting = waiting
+        self._devices = devices
 
     def result(self, timeout: float | None = None) -> Any:
         with self._waiting():
-            return super().result(timeout)
+            found = super().result(timeout)
+        leaves, structure = pytree.tree_flatten(found)
+        placed = [leaf.to(device, non_blocking=True) for leaf, device in zip(leaves, self._devices, strict=True)]
+        return pytree.tree_unflatten(placed, structure)
 
 
 class Replica(NormalizesBatches):
@@ -273,24 +285,27 @@ class Replica(NormalizesBatches):
 
         Raises:
             NotSupported: there are no servers (backend=dp.Servers(…)).
-            DataParallelError: x is no pytree of tensors on the CPU.
+            DataParallelError: x is no pytree of tensors on the CPU or a GPU.
         """
         leaves, structure = pytree.tree_flatten(x)
         for leaf in leaves:
-            if not isinstance(leaf, Tensor) or leaf.device.type != "cpu" or not is_summed_by_servers(leaf.dtype):
+            is_tensor = isinstance(leaf, Tensor) and leaf.device.type in ("cpu", "cuda")
+            if not is_tensor or not is_summed_by_servers(leaf.dtype):
                 raise DataParallelError(
-                    f"replica.push_pull({name!r}) takes a pytree of tensors on the CPU, got {leaf!r}"
+                    f"replica.push_pull({name!r}) takes a pytree of tensors on the CPU or a GPU, got {leaf!r}"
                 )
-        found: Future[Any] = WaitingFuture(self._waiting)
+        found: Future[Any] = WaitingFuture(self._waiting, [leaf.device for leaf in leaves])
         group = self.own_steps.group_beside_sums()
-        totals = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves]
         if group is None or group.world_size == 1 or not leaves:
-            found.set_result(pytree.tree_unflatten(totals, structure))
+            own = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in leaves]
+            found.set_result(pytree.tree_unflatten(own, structure))
             return found
         if group.push_pull is None:
             raise NotSupported(
                 f"replica.push_pull({name!r}) needs servers: use backend=dp.Servers(…), or replica.all_reduce"
             )
+        copies = [_host_copy(leaf.detach()) for leaf in leaves]
+        totals = [copy for copy, _ in copies]
         left = itertools.count(len(totals) - 1, -1)
 
         def on_done(error: Exception | None) -> None:
@@ -301,9 +316,9 @@ class Replica(NormalizesBatches):
             elif is_last and not found.done():
                 found.set_result(pytree.tree_unflatten(totals, structure))
 
-        for number, total in enumerate(totals):
-            flat = total.view(-1)
-            group.push_pull.begin(f"push_pull {number} {name}", [flat], flat, -priority, on_done=on_done)
+        for number, (total, copied) in enumerate(copies):
+            flat, own_name = total.view(-1), f"push_pull {number} {name}"
+            group.push_pull.begin(own_name, [flat], flat, -priority, on_done=on_done, filled=copied)
         return found
 
     def subgroup(self, ranks: Sequence[int]) -> CollectiveCalls | None:
@@ -403,3 +418,12 @@ class Replica(NormalizesBatches):
                 self.own_steps.generation_is_over(error)
             self.own_steps.warn_of_no_meaning()
             return None
+
+
+def _host_copy(tensor: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """Return a contiguous copy on the host, and the event after which it has the values; None: it has them."""
+    if tensor.is_cpu:
+        return tensor.clone(memory_format=torch.contiguous_format), None
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    found.copy_(tensor, non_blocking=True)
+    return found, event_now(tensor.device)

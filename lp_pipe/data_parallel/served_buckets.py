@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.collectives.push_pull import PendingSum
-from lp_pipe.data_parallel.buckets import Bucket, GradientBuckets
+from lp_pipe.data_parallel.buckets import Bucket, GradientBuckets, event_now
 from lp_pipe.data_parallel.exchange import Exchange
 from lp_pipe.data_parallel.late_updates import LateSum
 from lp_pipe.errors import DataParallelError
@@ -34,7 +34,14 @@ class ServedBuckets(GradientBuckets):
         self._is_late = is_late
         self._servers = exchange.push_pull
         self._sums: dict[int, PendingSum] = {}  # of this step, by the bucket's number
+        self._before: dict[int, PendingSum] = {}  # of the step before, which may come during this one
         super().__init__(named_parameters, exchange, min(bucket_bytes, self._servers.partition_bytes), extra_flags)
+        hosted = exchange.counts[exchange.rank]
+        self._on_host = {  # copies of slots that are on a GPU, by the bucket's number
+            bucket.number: _pinned(bucket.slots[:hosted])
+            for bucket in self._buckets
+            if bucket.slots.device.type != "cpu"
+        }
         # Of the parameters, not a count: workers that have joined later have not made the same buckets before.
         layout = repr([(name, list(parameter.shape)) for name, parameter in named_parameters])
         self._prefix = f"gradients {zlib.crc32(layout.encode()):08x}"
@@ -50,7 +57,7 @@ class ServedBuckets(GradientBuckets):
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._sums.clear()
+        self._before, self._sums = self._sums, {}
 
     def open_window(self, *, sends_early: bool) -> None:
         self._window = {}
@@ -85,7 +92,7 @@ class ServedBuckets(GradientBuckets):
         for bucket in self._buckets[:-1]:
             pending = self._sums[bucket.number]
             gradients = {
-                self._parameters[index]: self._placed(pending.total, bucket, index)
+                self._parameters[index]: self._placed(bucket.slots[0], bucket, index)
                 for index in bucket.places
                 if present[index]
             }
@@ -100,7 +107,17 @@ class ServedBuckets(GradientBuckets):
                 f"{self._names[index]!r} got a gradient before it was updated with the last step's sum, because it was "
                 "not read through its module: read it there in each step, or use dp.Servers(priority=False)"
             )
+        self._wait_for_last(self._bucket_of[index])
         super()._take(index, parameter)
+
+    def _wait_for_last(self, bucket: Bucket) -> None:
+        """Wait for the bucket's sum of the step before, where no parameter's update has: it would come over gradients.
+
+        So it is for gradients of a parameter that had none in that step.
+        """
+        before = self._before.pop(bucket.number, None)
+        if before is not None:
+            before.wait()
 
     def _begin_rest(self) -> None:
         for bucket in self._buckets:
@@ -117,9 +134,27 @@ class ServedBuckets(GradientBuckets):
     @torch.no_grad()
     def _begin(self, bucket: Bucket) -> None:
         """Push a bucket that is complete. Front layers, whose gradients come last, are the most urgent."""
+        self._wait_for_last(bucket)
         self._complete(bucket)
-        own = list(bucket.slots[: self._exchange.counts[self._exchange.rank]])
-        number, is_flags = bucket.number, bucket is self._buckets[-1]
+        own, number = bucket.slots[: self._exchange.counts[self._exchange.rank]], bucket.number
+        copied = destination = None
+        if number in self._on_host:
+            bucket.filled, destination = event_now(own.device), own[0]
+            with self._stream_of(bucket):
+                own = self._on_host[number].copy_(own, non_blocking=True)
+                copied = event_now(destination.device)
         self._sums[number] = self._servers.begin(
-            f"{self._prefix} {number}", own, own[0], -number, self._turns[number], compresses=not is_flags
+            f"{self._prefix} {number}",
+            list(own),
+            own[0],
+            -number,
+            self._turns[number],
+            compresses=bucket is not self._buckets[-1],
+            filled=copied,
+            destination=destination,
         )
+
+
+def _pinned(on_gpu: Tensor) -> Tensor:
+    """Return memory of the host for a copy of these, which the GPU makes while this process goes on."""
+    return torch.empty(on_gpu.shape, dtype=on_gpu.dtype, pin_memory=True)

@@ -167,7 +167,9 @@ def differences(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
         for index, values in state["state"].items():
             found |= {f"{index}.{name}": value for name, value in values.items()}
         wrong += [f"{file.name}: {name}" for name in expected.keys() ^ found.keys()]
-        wrong += [f"{file.name}: {name}" for name in found if not torch.equal(found[name], expected[name])]
+        for name, value in found.items():
+            if not torch.equal(value, expected[name]):
+                wrong.append(f"{file.name}: {name}, by up to {(value - expected[name]).abs().max():g}")
     return wrong
 
 

@@ -95,7 +95,7 @@ def test_on_a_gpu_sums_come_after_their_gradients_and_the_update_after_the_sums(
 
     monkeypatch.setattr(torch, "Stream", FakeStream)
     monkeypatch.setattr(torch.accelerator, "current_stream", current_stream)
-    monkeypatch.setattr(buckets, "_event_now", event_now)
+    monkeypatch.setattr(buckets, "event_now", event_now)
     monkeypatch.setattr(buckets.GradientBuckets, "_sum", summed)
     model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)])
     joined = Joined("inproc", 2)
