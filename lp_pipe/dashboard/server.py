@@ -26,6 +26,7 @@ from lp_pipe.dashboard.routes import NotFound, Routes, WrongRequest
 _log = logging.getLogger(__name__)
 
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_FOR_EVER = "private, max-age=31536000, immutable"
 _WORTH_GZIP = 1400
 _IDLE_S = 60.0
 _LARGEST_POST = 64 << 10
@@ -43,20 +44,30 @@ class _StaticFile(NamedTuple):
     kind: str
     body: bytes
     packed: bytes
-    tag: str
+    head: Mapping[str, str]
 
 
 def _static_files() -> dict[str, _StaticFile]:
-    """Return the files of the page by their paths: what is not in this table is not served."""
-    found = {}
-    for file in (resources.files("lp_pipe.dashboard") / "static").iterdir():
-        kind = _TYPES.get(Path(file.name).suffix)
-        if kind is not None:
-            body = file.read_bytes()
-            tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
-            name = "/" if file.name == "index.html" else f"/{file.name}"
-            found[name] = _StaticFile(f"{kind}; charset=utf-8", body, gzip.compress(body, 6), tag)
+    """Return the files of the page by their paths: what is not in this table is not served.
+
+    All but the first are in a folder that is named after their contents, so that a browser asks for them only once.
+    """
+    files = [file for file in (resources.files("lp_pipe.dashboard") / "static").iterdir() if _kind(file.name)]
+    bodies = {file.name: file.read_bytes() for file in sorted(files, key=lambda file: file.name)}
+    version = hashlib.sha256(b"".join(bodies.values())).hexdigest()[:16]
+    first = bodies.pop("index.html").replace(b"/VERSION/", f"/{version}/".encode())
+    found = {"/": _static_file("index.html", first, {"Cache-Control": "no-cache"})}
+    for name, body in bodies.items():
+        found[f"/{version}/{name}"] = _static_file(name, body, {"Cache-Control": _FOR_EVER})
     return found
+
+
+def _static_file(name: str, body: bytes, head: Mapping[str, str]) -> _StaticFile:
+    return _StaticFile(f"{_kind(name)}; charset=utf-8", body, gzip.compress(body, 6), head)
+
+
+def _kind(name: str) -> str | None:
+    return _TYPES.get(Path(name).suffix)
 
 
 class DashboardServer(ThreadingHTTPServer):
@@ -197,9 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
         file = self.server.static.get(path)
         if file is None:
             raise NotFound("there is no such page")
-        head = {"ETag": file.tag, "Cache-Control": "no-cache", **cookie}
-        if self.headers.get("If-None-Match") == file.tag:
-            return self._send(304, file.kind, b"", head)
+        head = {**file.head, **cookie}
         if "gzip" in self.headers.get("Accept-Encoding", ""):
             return self._send(200, file.kind, file.packed, {**head, "Content-Encoding": "gzip"})
         self._send(200, file.kind, file.body, head)

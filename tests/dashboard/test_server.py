@@ -4,6 +4,7 @@ import datetime
 import ipaddress
 import json
 import random
+import re
 import ssl
 import string
 import threading
@@ -284,3 +285,20 @@ def write_certificate(folder: Path) -> tuple[Path, Path]:
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     (folder / "key.pem").write_bytes(private)
     return folder / "cert.pem", folder / "key.pem"
+
+
+def test_a_browser_asks_for_the_pages_files_once(serve: Serve, tmp_path: Path) -> None:
+    write_run(tmp_path / "one", {"trainer": 1})
+    browser = Browser(serve(tmp_path / "one"))
+    cookie = {"Cookie": browser.cookie}
+    _, head, body = browser.ask("/", cookie)
+    assert head["Cache-Control"] == "no-cache"
+    paths = re.findall(r'(?:href|src)="(/[^"]+\.(?:js|css))"', body.decode())
+    assert len(paths) > 5
+    for path in paths:
+        status, head, _ = browser.ask(path, cookie)
+        assert status == 200 and "immutable" in head["Cache-Control"]
+        assert browser.ask(path)[0] == 401
+        assert browser.ask(f"/{path.rpartition('/')[2]}", cookie)[0] == 404
+    begin = browser.get("/api/begin")
+    assert (begin["first"], begin["run"]) == ("one", browser.get("/api/run", run="one"))

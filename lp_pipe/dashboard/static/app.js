@@ -1,13 +1,13 @@
 // The frame of the page: the chosen run, the links to pages, and whether the server and the launcher are there.
 
-import { clock, dateTime, empty, h } from "/dom.js";
-import { app, ask, choose, on, run } from "/data.js";
-import { plotLibrary } from "/chart.js";
-import { graphPage } from "/graph.js";
-import { metricsPage } from "/metrics.js";
-import { timelinePage } from "/timeline.js";
-import { experimentsPage } from "/experiments.js";
-import { checkpointsPage, hangsPage, runsPage } from "/tables.js";
+import { clock, dateTime, empty, h } from "./dom.js";
+import { app, ask, choose, on, run } from "./data.js";
+import { plotLibrary } from "./chart.js";
+import { graphPage } from "./graph.js";
+import { metricsPage } from "./metrics.js";
+import { timelinePage } from "./timeline.js";
+import { experimentsPage } from "./experiments.js";
+import { checkpointsPage, hangsPage, runsPage } from "./tables.js";
 
 const PAGES = {
   graph: graphPage, metrics: metricsPage, pipeline: timelinePage, hangs: hangsPage,

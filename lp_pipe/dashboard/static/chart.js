@@ -1,7 +1,7 @@
 // One plot of one or more series of metrics: drawn from the server's buckets, kept up to date from the file's new points.
 
-import { clock, color, h, number } from "/dom.js";
-import { ask, on, run } from "/data.js";
+import { clock, color, h, number } from "./dom.js";
+import { ask, on, run } from "./data.js";
 
 const LIVE_EVERY_MS = 250;
 const MOST_POINTS = 6000; // of one series in the page; then the server's buckets replace them
@@ -13,7 +13,7 @@ let loaded = null;
 // Load uPlot by the first plot, or once the first page is drawn: to run its script takes longer than to draw a graph.
 export function plotLibrary() {
   loaded ||= new Promise((done, failed) => {
-    document.head.append(h("script", { src: "/uplot.js", onload: done, onerror: () => { loaded = null; failed(new Error("uplot.js was not loaded")); } }));
+    document.head.append(h("script", { src: new URL("./uplot.js", import.meta.url), onload: done, onerror: () => { loaded = null; failed(new Error("uplot.js was not loaded")); } }));
   });
   return loaded;
 }

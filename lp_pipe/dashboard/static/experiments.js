@@ -1,8 +1,8 @@
 // Experiments: the table of trials, their learning curves, parallel coordinates, the best one, and what can be done.
 
-import { color, empty, h, number, s, short, table } from "/dom.js";
-import { app, ask, post, run } from "/data.js";
-import { WHOLE, plotLibrary } from "/chart.js";
+import { color, empty, h, number, s, short, table } from "./dom.js";
+import { app, ask, post, run } from "./data.js";
+import { WHOLE, plotLibrary } from "./chart.js";
 
 const LOOK_EVERY_MS = 1000;
 const INKS = 8;

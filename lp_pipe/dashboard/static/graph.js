@@ -1,8 +1,8 @@
 // The program's graph with the states of its nodes, traffic and waits; and a panel for one node or one folded group.
 
-import { bytes, duration, empty, h, number, s, short } from "/dom.js";
-import { ask, on, run } from "/data.js";
-import { Chart } from "/chart.js";
+import { bytes, duration, empty, h, number, s, short } from "./dom.js";
+import { ask, on, run } from "./data.js";
+import { Chart } from "./chart.js";
 
 const WORST = ["dead", "failed", "restarting", "starting", "stopped", "running", "finished"];
 const LOG_EVERY_MS = 500;

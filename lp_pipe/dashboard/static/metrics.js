@@ -1,8 +1,8 @@
 // Plots of all metrics: one for each name, with the nodes that logged it.
 
-import { empty, h } from "/dom.js";
-import { ask, on, run } from "/data.js";
-import { Chart, redraw, settings } from "/chart.js";
+import { empty, h } from "./dom.js";
+import { ask, on, run } from "./data.js";
+import { Chart, redraw, settings } from "./chart.js";
 
 const MOST_NODES = 8;
 const NAMES_EVERY_MS = 2000;

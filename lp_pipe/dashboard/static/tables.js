@@ -1,7 +1,7 @@
 // The pages that are lists: hangs, runs and checkpoints.
 
-import { bytes, clock, dateTime, duration, empty, h, number, short, table } from "/dom.js";
-import { ask, on, run } from "/data.js";
+import { bytes, clock, dateTime, duration, empty, h, number, short, table } from "./dom.js";
+import { ask, on, run } from "./data.js";
 
 export async function hangsPage(main, page) {
   const now = h("div", {});

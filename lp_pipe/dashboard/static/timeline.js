@@ -1,8 +1,8 @@
 // The timeline of a pipeline's steps, from a trace: each worker's actions, the bubbles between, and the predicted order.
 
-import { color, empty, h } from "/dom.js";
-import { app, ask, post, run } from "/data.js";
-import { WHOLE } from "/chart.js";
+import { color, empty, h } from "./dom.js";
+import { app, ask, post, run } from "./data.js";
+import { WHOLE } from "./chart.js";
 
 const ROW = 22;
 const LEFT = 150;
