@@ -102,20 +102,35 @@ class ParameterShards:
         """Give all replicas the parameters of which each has updated its shards."""
         if self._count == 1:
             return
-        backend = self._joined()
         for bucket in self._buckets(self.parameters):
-            sizes = [self.size(parameter) for parameter in bucket]
-            own = bucket[0].new_empty(sum(sizes))
-            for parameter, part in zip(bucket, own.split(sizes), strict=True):
-                begin, end = self.range_of(parameter)
-                part[: end - begin] = flat(parameter)[begin:end]
-            whole = bucket[0].new_empty(self._count * len(own))
-            backend.all_gather(whole, own, call=_UPDATED)
-            for replica, of_replica in enumerate(whole.view(self._count, -1)):
-                for parameter, part in zip(bucket, of_replica.split(sizes), strict=True):
-                    begin, end = self.range_of(parameter, replica)
-                    if replica != self._replica:
-                        flat(parameter)[begin:end] = part[: end - begin]
+            self._share_together(bucket)
+
+    def _share_together(self, bucket: Sequence[nn.Parameter]) -> None:
+        sizes = [self.size(parameter) for parameter in bucket]
+        own = self._outgoing(sum(sizes), bucket[0])
+        for parameter, part in zip(bucket, own.split(sizes), strict=True):
+            begin, end = self.range_of(parameter)
+            part[: end - begin] = flat(parameter)[begin:end]
+        is_alone = self._fills_its_shards(bucket)
+        whole = flat(bucket[0]) if is_alone else own.new_empty(self._count * len(own))
+        self._joined().all_gather(whole, own, call=_UPDATED)
+        if is_alone:
+            return
+        for replica, of_replica in enumerate(whole.view(self._count, -1)):
+            for parameter, part in zip(bucket, of_replica.split(sizes), strict=True):
+                begin, end = self.range_of(parameter, replica)
+                if replica != self._replica:
+                    flat(parameter)[begin:end] = part[: end - begin]
+
+    def _fills_its_shards(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Return whether there is one parameter, with equal shards: what is gathered is the parameter as it is."""
+        return len(parameters) == 1 and self._count * self.size(parameters[0]) == parameters[0].numel()
+
+    def _outgoing(self, numel: int, like: Tensor) -> Tensor:
+        """Return memory that other replicas can read where it is."""
+        if like.device.type != "cpu":
+            return like.detach().new_empty(numel)
+        return self._joined().empty(numel, like.dtype)
 
     def _joined(self) -> Backend:
         assert self.backend is not None, "the worker joins the replicas before an operation"
@@ -394,9 +409,9 @@ class BlockShards(ParameterShards):
         self._make_room(index)
         for parameters, packed in zip(self._by_dtype(self._owned[index]), self._packed[index], strict=True):
             sizes = [self.size(parameter) for parameter in parameters]
-            is_alone = len(parameters) == 1 and self._count * sizes[0] == parameters[0].numel()
+            is_alone = self._fills_its_shards(parameters)
             whole = flat(parameters[0].data) if is_alone else packed.new_empty(self._count * len(packed))
-            shared = self._scratch(len(packed), packed).copy_(packed)
+            shared = self._outgoing(len(packed), packed).copy_(packed)
             with self._waiting():
                 self._joined().all_gather(whole, shared, call=_PARAMETERS)
             if is_alone:
@@ -406,11 +421,9 @@ class BlockShards(ParameterShards):
                     begin, end = self.range_of(parameter, replica)
                     flat(parameter.data)[begin:end] = part[: end - begin]  # .data: no new version for autograd
 
-    def _scratch(self, numel: int, like: Tensor) -> Tensor:
-        """Return memory that other replicas can read where it is; it is the same one each time, if it is free."""
-        if like.device.type != "cpu":
-            return like.detach().new_empty(numel)
-        return self._joined().empty(self._largest[like.dtype], like.dtype)[:numel]
+    def _outgoing(self, numel: int, like: Tensor) -> Tensor:
+        # Of one size, so that it is the same memory each time.
+        return super()._outgoing(max(numel, self._largest.get(like.dtype, 0)), like)[:numel]
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         return self._rng.paused() if self._rng is not None else contextlib.nullcontext()
@@ -458,7 +471,7 @@ class BlockShards(ParameterShards):
 
     def _sum_together(self, parameters: Sequence[nn.Parameter]) -> None:
         sizes = [self.size(parameter) for parameter in parameters]
-        packed = self._scratch(self._count * sum(sizes), parameters[0]).view(self._count, sum(sizes))
+        packed = self._outgoing(self._count * sum(sizes), parameters[0]).view(self._count, sum(sizes))
         for replica, row in enumerate(packed):
             for parameter, part in zip(parameters, row.split(sizes), strict=True):
                 assert parameter.grad is not None, "all replicas have it"
