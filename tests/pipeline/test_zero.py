@@ -11,6 +11,7 @@ import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.collectives.inproc import InprocBackend
 from lp_pipe.errors import NotSupported, PipelineError
+from lp_pipe.pipeline.worker import worker
 from tests.pipeline.plain_loop import (
     D,
     PlainLoop,
@@ -62,6 +63,23 @@ def test_replicas_that_divide_state_train_to_the_same_bits(
     zero: int, stages: list[int], options: dict[str, Any], tmp_path: Path
 ) -> None:
     check_steps_and_checkpoint("thread", tmp_path, zero=zero, stages=stages, **options)
+
+
+@pytest.mark.parametrize(
+    ("zero", "stages", "options"),
+    [
+        (0, [4], {"replicas": (1, 2), "clip_grad_norm": 0.1}),
+        pytest.param(1, [4], {"replicas": (2, 1)}, marks=pytest.mark.slow),
+        pytest.param(2, [], {"replicas": (2,), "clip_grad_norm": 0.1}, marks=pytest.mark.slow),
+        (3, [], {"replicas": (2,), "precision": "fp16"}),
+    ],
+)
+def test_stages_that_offload_train_to_the_bits_of_an_update_on_the_cpu(
+    zero: int, stages: list[int], options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU is the stand-in for a GPU, whose tensors would be copied."""
+    monkeypatch.setattr(worker, "has_own_memory", lambda device: True)
+    check_steps_and_checkpoint("thread", tmp_path, zero=zero, stages=stages, offload="cpu", **options)
 
 
 @pytest.mark.slow
