@@ -422,8 +422,9 @@ class BlockShards(ParameterShards):
                     flat(parameter.data)[begin:end] = part[: end - begin]  # .data: no new version for autograd
 
     def _outgoing(self, numel: int, like: Tensor) -> Tensor:
-        # Of one size, so that it is the same memory each time.
-        return super()._outgoing(max(numel, self._largest.get(like.dtype, 0)), like)[:numel]
+        # On the host of one size, so that it is the same memory each time.
+        size = max(numel, self._largest.get(like.dtype, 0)) if like.device.type == "cpu" else numel
+        return super()._outgoing(size, like)[:numel]
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         return self._rng.paused() if self._rng is not None else contextlib.nullcontext()
