@@ -79,6 +79,7 @@ class Routes:
             "/api/log": self._log,
             "/api/stacks": self._stacks,
             "/api/events": lambda asked: self._view(asked).events_after(0)[1],
+            "/api/failure": lambda asked: {"text": self._view(asked).failure()},
             "/api/hangs": lambda asked: self._view(asked).hangs(),
             "/api/checkpoints": lambda asked: self._view(asked).checkpoints(),
             "/api/timeline": lambda asked: self._view(asked).timeline(asked.get("trace")),

@@ -33,6 +33,7 @@ FOLD_ABOVE = 8  # a larger group is one box
 _KEPT_EVENTS = 1000
 _LOG_BYTES = 256 << 10
 _HANG_BYTES = 256 << 10
+_FAILURE_BYTES = 256 << 10
 _MAX_SPANS = 20_000
 _TRACE_BYTES = 256 << 20
 _WORST_FIRST = ("dead", "failed", "restarting", "starting", "stopped", "running", "finished", "unknown")
@@ -133,6 +134,10 @@ class RunView:
             "size": size,
             "lines": [line.decode(errors="replace") for line in lines],
         }
+
+    def failure(self) -> str:
+        """Return the run's failures with their tracebacks; empty if none was written."""
+        return read_plain(self.folder.failures, _FAILURE_BYTES).decode(errors="replace")
 
     def hangs(self) -> dict[str, Any]:
         """Return the events of hangs, and the end of hangs.log, which has the stacks at that moment."""

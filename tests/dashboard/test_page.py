@@ -115,6 +115,9 @@ def test_what_a_program_prints_and_names_stays_text(serve: Serve, tmp_path: Path
     click(page, "[data-node]")
     page.wait("document.querySelector('#panel pre.tail').textContent.includes('onerror')")
     page.wait("document.querySelector('#panel figure canvas')")
+    (folder / "failure.txt").write_text(f"Traceback of {HOSTILE}")
+    click(page, "#banner summary")
+    page.wait("document.querySelector('#banner pre').textContent.includes('Traceback of <img')")
     for name in PAGES:
         page.go(name)
     assert page.js("window.hacked") is None

@@ -72,10 +72,19 @@ function head() {
     unknown: `This run is on host ${info.host}; what its files tell is shown.`,
   };
   if (!banner.dataset.locked) {
-    banner.textContent = texts[info.state] || "";
+    banner.replaceChildren(texts[info.state] || "", info.state === "failed" ? traceback() : "");
     banner.hidden = !banner.textContent;
     banner.dataset.state = info.state;
   }
+}
+
+function traceback() {
+  const text = h("pre", { class: "log" });
+  const details = h("details", { ontoggle: async () => {
+    if (!details.open || text.textContent) return;
+    try { text.textContent = (await ask("/api/failure", { run: run.key })).text || "No traceback was written."; } catch (error) { text.textContent = error.message; }
+  } }, h("summary", {}, "whole traceback"), text);
+  return details;
 }
 
 function sayLink(lostSince) {

@@ -1,6 +1,6 @@
 // One plot of one or more series of metrics: drawn from the server's buckets, kept up to date from the file's new points.
 
-import { clock, color, h, number } from "./dom.js";
+import { clock, color, h, number, plural } from "./dom.js";
 import { ask, on, run } from "./data.js";
 
 const LIVE_EVERY_MS = 250;
@@ -16,6 +16,11 @@ export function plotLibrary() {
     document.head.append(h("script", { src: new URL("./uplot.js", import.meta.url), onload: done, onerror: () => { loaded = null; failed(new Error("uplot.js was not loaded")); } }));
   });
   return loaded;
+}
+
+// An axis below a plot, with its name.
+export function named(axis) {
+  return { size: 30, label: axis, labelSize: 15, labelGap: -3, labelFont: "11px system-ui" };
 }
 
 export const settings = { axis: "step", smoothing: 0, log: false };
@@ -183,8 +188,8 @@ export class Chart {
   draw() {
     const points = this.series.reduce((sum, one) => sum + one.points, 0);
     this.note.textContent = this.series.length === 1
-      ? `${number(this.series[0].y[this.series[0].y.length - 1])} · ${points.toLocaleString()} points`
-      : `${this.series.length} nodes · ${points.toLocaleString()} points`;
+      ? `${number(this.series[0].y[this.series[0].y.length - 1])} · ${plural(points, "point")}`
+      : `${plural(this.series.length, "node")} · ${plural(points, "point")}`;
     const axis = this.series.length && this.series[0].axis === "time" ? "time" : settings.axis;
     const look = `${axis} ${settings.log} ${this.hasMany()}`;
     if (this.plot && this.look === look) {
@@ -211,7 +216,7 @@ export class Chart {
       cursor: { sync: { key: "all" }, drag: { x: true, y: false, setScale: false } },
       legend: { show: this.keys.length > 1 },
       scales: { x: { time: axis === "time" }, y: { distr: settings.log ? 3 : 1 } },
-      axes: [{ ...axes, size: 34, ...(axis === "time" ? {} : { incrs: WHOLE }) }, { ...axes, size: 58, values: (plot, ticks) => ticks.map((one) => one === null ? "" : number(one)) }],
+      axes: [{ ...axes, ...named(axis), ...(axis === "time" ? {} : { incrs: WHOLE }) }, { ...axes, size: 58, values: (plot, ticks) => ticks.map((one) => one === null ? "" : number(one)) }],
       series: [
         { label: axis, value: (plot, value) => value === null || value === undefined ? "–" : axis === "time" ? clock(value) : String(value) },
         ...this.keys.map((key, place) => ({

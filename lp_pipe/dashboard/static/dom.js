@@ -51,6 +51,11 @@ export function number(value) {
   return Number(value.toPrecision(5)).toString();
 }
 
+// count: a number. one: the word for one of it, which takes an s.
+export function plural(count, one) {
+  return `${count.toLocaleString()} ${one}${count === 1 ? "" : "s"}`;
+}
+
 export function short(text, letters) {
   return text.length <= letters ? text : text.slice(0, letters - 1) + "…";
 }

@@ -1,11 +1,16 @@
 // Experiments: the table of trials, their learning curves, parallel coordinates, the best one, and what can be done.
 
-import { color, empty, h, number, s, short, table } from "./dom.js";
+import { color, empty, h, number, plural, s, short, table } from "./dom.js";
 import { app, ask, post, run } from "./data.js";
-import { WHOLE, plotLibrary } from "./chart.js";
+import { WHOLE, named, plotLibrary } from "./chart.js";
 
 const LOOK_EVERY_MS = 1000;
 const INKS = 8;
+
+// A value of a parameter that is no number, of which `text` is the JSON.
+function textOf(text) {
+  return text === undefined ? "" : String(JSON.parse(text));
+}
 
 export async function experimentsPage(main, page) {
   const list = await ask("/api/experiments");
@@ -44,7 +49,7 @@ export async function experimentsPage(main, page) {
   }
 
   function render() {
-    head.textContent = `${found.state} · ${found.trials.length} trials · ${found.metric} (${found.mode})` +
+    head.textContent = `${found.state} · ${plural(found.trials.length, "trial")} · ${found.metric} (${found.mode})` +
       (found.best === null ? "" : ` · best: trial ${found.best}, ${number(found.trials.find((one) => one.id === found.best).best)}`);
     buttons.replaceChildren();
     if (!app.readOnly && found.state === "running") buttons.append(h("button", { onclick: () => act("pause", null, []) }, "pause"));
@@ -67,7 +72,7 @@ export async function experimentsPage(main, page) {
     return new uPlot({
       width: Math.max(240, parent.clientWidth), height: 240, legend: { show: false }, scales: { x: { time: false } },
       cursor: { focus: { prox: 20 } }, focus: { alpha: 0.25 },
-      axes: [{ ...axes, size: 34, incrs: WHOLE }, { ...axes, size: 58, values: (plot, ticks) => ticks.map((one) => one === null ? "" : number(one)) }],
+      axes: [{ ...axes, ...named("step"), incrs: WHOLE }, { ...axes, size: 58, values: (plot, ticks) => ticks.map((one) => one === null ? "" : number(one)) }],
       series: [{ label: "step" }, ...shown.map((one) => ({
         label: `trial ${one.id}`, spanGaps: true, points: { show: one.curve.length < 3 },
         stroke: one.id === found.best ? color("--best") : color(`--ink-${one.id % INKS}`), width: one.id === found.best ? 2.5 : 1,
@@ -89,7 +94,7 @@ export async function experimentsPage(main, page) {
         return { of: (value) => high > low ? (map(value) - low) / (high - low) : 0.5, low: number(Math.min(...all)), high: number(Math.max(...all)) };
       }
       const kinds = [...new Set(all.map((value) => JSON.stringify(value)))];
-      return { of: (value) => kinds.length > 1 ? kinds.indexOf(JSON.stringify(value)) / (kinds.length - 1) : 0.5, low: kinds[0] || "", high: kinds[kinds.length - 1] || "" };
+      return { of: (value) => kinds.length > 1 ? kinds.indexOf(JSON.stringify(value)) / (kinds.length - 1) : 0.5, low: textOf(kinds[0]), high: textOf(kinds[kinds.length - 1]) };
     });
     const x = (place) => 40 + place * (width - 80) / Math.max(1, columns.length - 1);
     columns.forEach((name, place) => {

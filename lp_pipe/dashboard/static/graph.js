@@ -80,12 +80,13 @@ function draw(scene, choose) {
     svg.append(s("text", { class: "label", x: x + 14, y: y + 21 }, short(box.label, 40) + size));
     for (const card of box.cards) cards.push(drawCard(svg, box, card, centre, choose));
   }
+  const boxes = scene.boxes.map(({ rect: [x, y, width, height] }) => ({ x, y, width, height }));
   const above = s("g", { class: "waits" });
   svg.append(above);
   return {
     svg,
     states: () => { for (const one of cards) one.update(); },
-    live: () => { traffic(labels, svg); waits(above, centre); },
+    live: () => { traffic(labels, svg, boxes); waits(above, centre); },
   };
 }
 
@@ -121,25 +122,33 @@ function drawCard(svg, box, card, centre, choose) {
   };
 }
 
-// Labels of edges are tried at these parts of their length, on both sides, until one overlaps no other.
+// Labels of edges are tried at these parts of their length, on both sides, until one overlaps no other and no box.
 const PLACES = [0.5, 0.35, 0.65, 0.22, 0.78];
+const LABEL_HEIGHT = 12;
+
+function spots({ path, length }, width) {
+  return PLACES.flatMap((share) => {
+    const at = path.getPointAtLength(share * length), next = path.getPointAtLength(share * length + 1);
+    const isSteep = Math.abs(next.y - at.y) > Math.abs(next.x - at.x);
+    const sides = isSteep ? [[6, -6], [-6 - width, -6]]
+      : length < 90 ? [[-width / 2, 24]] // there is no room between neighbouring cards, but below them
+        : [[-width / 2, -14], [-width / 2, 2]];
+    return sides.map(([x, y]) => ({ x: at.x + x, y: at.y + y, width, height: LABEL_HEIGHT }));
+  });
+}
 
 function overlaps(a, b) {
   return a.x < b.x + b.width && b.x < a.x + a.width && a.y < b.y + b.height && b.y < a.y + a.height;
 }
 
-function placeLabels(labels) {
+function placeLabels(labels, boxes) {
   const placed = [];
   const shown = labels.filter((one) => one.text && one.text.textContent);
+  const isFree = (rect, others) => !others.some((one) => overlaps(one, rect));
   for (const label of shown.sort((a, b) => a.length - b.length)) { // short edges have the fewest places
-    const width = 6 * label.text.textContent.length, length = label.length;
-    // There is no room between neighbouring cards, but below them.
-    const shifts = length < 90 ? [34] : [-4, 12];
-    const rects = shifts.flatMap((shift) => PLACES.map((share) => {
-      const at = label.path.getPointAtLength(share * length);
-      return { x: at.x - width / 2, y: at.y + shift - 10, width, height: 12 };
-    }));
-    const found = rects.find((rect) => !placed.some((one) => overlaps(one, rect)));
+    const width = 6 * label.text.textContent.length;
+    const free = spots(label, width).filter((rect) => isFree(rect, placed));
+    const found = free.find((rect) => isFree(rect, boxes)) || free[0];
     label.text.classList.toggle("crowded", !found); // it is in the edge's title
     if (!found) continue;
     placed.push(found);
@@ -148,7 +157,7 @@ function placeLabels(labels) {
   }
 }
 
-function traffic(labels, svg) {
+function traffic(labels, svg, boxes) {
   let isChanged = false;
   const rates = new Map(run.edges.map((one) => [`${one.user}\n${one.server}`, one]));
   for (const label of labels) {
@@ -171,7 +180,7 @@ function traffic(labels, svg) {
     label.title.textContent = `${label.names}\n${text}`;
     label.path.classList.toggle("busy", calls > 0 || size > 0);
   }
-  if (isChanged) placeLabels(labels);
+  if (isChanged) placeLabels(labels, boxes);
 }
 
 function waits(above, centre) {
@@ -308,7 +317,7 @@ export function followLog(log, node) {
   function render() {
     log.textContent = lines.join("\n");
     if (start > 0) log.prepend(older);
-    if (!lines.length) log.textContent = "This node has printed nothing yet.";
+    if (!lines.length) log.textContent = run.info.state === "running" ? "This node has printed nothing yet." : "This node has printed nothing.";
   }
   return { first: look(), stop: () => { isOver = true; clearTimeout(timer); } };
 }

@@ -48,7 +48,7 @@ export async function runsPage(main, page) {
   h("td", {}, one.ended ? duration(one.ended - one.started) : one.state === "running" ? duration(Date.now() / 1000 - one.started) : ""),
   h("td", {}, one.exit_status === null ? "" : String(one.exit_status)),
   h("td", {}, one.git && one.git.commit ? `${one.git.commit.slice(0, 8)}${one.git.dirty ? " +" : ""}` : ""),
-  h("td", { class: "faint", title: one.argv.join(" ") }, short(one.argv.join(" "), 60))))));
+  h("td", { class: "faint", title: one.argv.join(" ") }, short(one.argv.join(" "), 80))))));
 }
 
 export async function checkpointsPage(main, page) {

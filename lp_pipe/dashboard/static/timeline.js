@@ -49,6 +49,7 @@ export async function timelinePage(main, page) {
     }
     const said = h("span", { class: "faint" });
     bar.append(said);
+    bar.hidden = !bar.querySelector("select, button");
     body.replaceChildren();
     if (found.tracks.length) addChoices(bar, found.tracks, body, page);
     if (!found.traces.length || !found.tracks.length) {
