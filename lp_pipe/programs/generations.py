@@ -7,7 +7,7 @@ again with an earlier state and a new name. Calls for an older generation are re
 from collections.abc import Callable
 
 import lp_pipe as lp
-from lp_pipe.programs.waiting import Changes
+from lp_pipe.rpc.changes import Changes
 
 
 class StaleGeneration(RuntimeError):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lp_pipe as lp
-from lp_pipe.programs.waiting import Changes
+from lp_pipe.rpc.changes import Changes
 
 MAP, REDUCE = "mappers", "reducers"
 

@@ -16,7 +16,7 @@ from typing import Any
 import lp_pipe as lp
 from lp_pipe.checkpoint import folder as folders
 from lp_pipe.errors import Unrecoverable
-from lp_pipe.programs.waiting import Changes
+from lp_pipe.rpc.changes import Changes
 from lp_pipe.search.samplers import Sampled, suggest
 from lp_pipe.search.searchers import Grid, Searcher
 from lp_pipe.search.space import Params
