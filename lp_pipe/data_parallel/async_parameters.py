@@ -35,7 +35,6 @@ from lp_pipe.training.state_shards import OwnShardState, flat, is_dense, joined
 T = TypeVar("T")
 _TRIES = 20
 _PAUSE_S = 0.1
-_POLL_S = 0.05
 
 
 class ParameterServers:
@@ -337,9 +336,8 @@ class AsyncTraining:
         if self._has_begun:
             step = self._state.step
             self._servers.call_all(lambda store: store.note_finished(rank, step))
-            while min(self._servers.call_all(lambda store: store.finished_workers(step))) < workers:
-                if stop_event().wait(_POLL_S):
-                    raise Unavailable(f"{self._workers.node.name}: the program stops before all workers have finished")
+            if not all(self._servers.call_all(lambda store: store.wait_until_finished(step, workers))):
+                raise Unavailable(f"{self._workers.node.name}: the program stops before all workers have finished")
         for parameters in self._parameters.values():
             parameters.take_newest()
 
@@ -379,13 +377,16 @@ class AsyncTraining:
         failures = 0
         while True:
             try:
-                are_open = [client.is_open() for client in clients]
-                if all(are_open):
+                closed = [client for client in clients if not client.is_open()]
+                if not closed:
                     break
-                for place, client in enumerate(clients):
-                    if any(are_open) and not client.has_begun():
-                        self._servers.bring_back(place)
-                if is_first and not all(client.is_open() for client in clients):
+                if len(closed) < len(clients):
+                    for place, client in enumerate(clients):
+                        if not client.has_begun():
+                            self._servers.bring_back(place)
+                if not is_first:
+                    closed[0].wait_until_open()
+                elif not all(client.is_open() for client in clients):
                     self._give_servers_their_state()
                 failures = 0
             except Unavailable as error:
@@ -394,7 +395,7 @@ class AsyncTraining:
                     raise
                 if failures == _TRIES:
                     raise TrainingHasEnded(f"{self._workers.node.name} cannot reach the servers: {error}") from error
-            if stop_event().wait(_POLL_S):
+            if stop_event().is_set():
                 raise Unavailable(f"{self._workers.node.name}: the program stops before its first step")
         if is_first:
             self._resume_servers()  # this worker's predecessor may have died while it saved

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from lp_pipe.collectives.compression import Compression
-from lp_pipe.context import stop_event
 from lp_pipe.errors import Unavailable
 from lp_pipe.rpc import CourierClient
-
-_PAUSE_S = 0.002
+from lp_pipe.rpc.changes import Changes
 
 
 class Gradient(NamedTuple):
@@ -121,6 +119,7 @@ class ParameterStore:
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
         self._state = _State()
+        self._changes = Changes()
         self._views: dict[tuple[int, int], list[Tensor]] = {}  # what workers know of the parameters, with compression
         self._mirror: MirrorPlace | None = None
         self._mirroring = asyncio.Lock()
@@ -137,6 +136,11 @@ class ParameterStore:
     async def is_open(self) -> bool:
         """Return whether workers may train."""
         return self._state.is_open
+
+    async def wait_until_open(self) -> None:
+        """Return once workers may train, or the program stops."""
+        while not self._state.is_open and await self._changes.wait():
+            pass
 
     async def begin(
         self,
@@ -159,12 +163,14 @@ class ParameterStore:
             self._state.is_open = True
             self._state.progress = dict(progress)
             await self._changed(at_once=True)
+            self._changes.notify()
 
     async def restore(self, data: bytes, mirror: MirrorPlace | None) -> None:
         """Go on from this server's state before it was started again; only the first call counts."""
         if not self._state.held:
             self._state, self._mirror = pickle.loads(data), mirror
             self._note_mirrored()
+            self._changes.notify()
 
     # ---- training ----
 
@@ -178,7 +184,7 @@ class ParameterStore:
         if held is None:
             return None
         while self._limit is not None and gradient.number >= self._limit[gradient.optimizer].get(gradient.rank, 0):
-            await self._pause()
+            await self._wait_for_change()
         applied = held.applied.get(gradient.rank, 0)
         if gradient.number > applied:
             return None
@@ -209,6 +215,7 @@ class ParameterStore:
             return None
         self._state.finished[rank] = step
         await self._changed(at_once=True)
+        self._changes.notify()
         return True
 
     async def leave(self, rank: int, workers: int) -> bool | None:
@@ -219,9 +226,12 @@ class ParameterStore:
             self._on_end()
         return True
 
-    async def finished_workers(self, step: int) -> int | None:
-        """Return the number of workers that have made all steps before this one."""
-        return sum(own >= step for own in self._state.finished.values()) if self._state.held else None
+    async def wait_until_finished(self, step: int, workers: int) -> bool | None:
+        """Return once so many workers have made all steps before this one; False: the program stops."""
+        while self._state.held and sum(own >= step for own in self._state.finished.values()) < workers:
+            if not await self._changes.wait():
+                return False
+        return True if self._state.held else None
 
     # ---- a consistent cut of all servers ----
 
@@ -241,8 +251,9 @@ class ParameterStore:
         if self._limit is None:
             return None
         self._limit = limit
+        self._changes.notify()
         while self._applied() != limit:
-            await self._pause()
+            await self._wait_for_change()
         parameters = {number: _values_of(held.optimizer) for number, held in self._state.held.items()}
         states = {
             number: [dict(held.optimizer.state.get(one, {})) for one in parameters_of(held.optimizer)]
@@ -253,6 +264,7 @@ class ParameterStore:
     async def resume(self) -> None:
         """Let gradients come again."""
         self._limit = None
+        self._changes.notify()
 
     # ---- copies of states ----
 
@@ -303,6 +315,7 @@ class ParameterStore:
             parameter.grad = None  # else mirrors would have them
         held.applied[gradient.rank] = gradient.number + 1
         held.version += 1
+        self._changes.notify()
 
     def _decoded(self, form: Sequence[Tensor], parameter: Tensor) -> Tensor:
         compression = self._state.compression
@@ -325,10 +338,9 @@ class ParameterStore:
             forms.append(form)
         return Applied(forms, held.version, count, False)
 
-    async def _pause(self) -> None:
-        if stop_event().is_set():
+    async def _wait_for_change(self) -> None:
+        if not await self._changes.wait():
             raise Unavailable("the program stops")
-        await asyncio.sleep(_PAUSE_S)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
