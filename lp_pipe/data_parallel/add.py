@@ -93,17 +93,19 @@ def add_replicas(
         options = replace(options, compression=compression)
         _check_async_failure(options)
     handles: list[CourierHandle] = []
+    addresses: list[Address] = []  # of the workers, which are made after the servers
     if servers is not None and servers.count:
         has_copies = not options.is_async or servers.count > 1  # of the servers' states
         restarts = "restart" if options.may_change and has_copies else "stop"
         server_group = program.group(f"{group}-servers", servers.resources, restarts, max_restarts)
         with server_group:
             kind = AsyncServer if options.is_async else GradientServer
-            handles = [program.add_node(CourierNode(kind)) for _ in range(servers.count)]
+            handles = [program.add_node(CourierNode(kind, addresses)) for _ in range(servers.count)]
     nodes = [
         CourierNode(ReplicaWorker, replace(options, number=number), (servers, handles), train, *args, **kwargs)
         for number in range(most)
     ]
+    addresses += [address for node in nodes for address in node.addresses]
     with program.group(
         group,
         resources=resources,

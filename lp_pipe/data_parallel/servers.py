@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from lp_pipe.address import Address
 from lp_pipe.collectives.compression import Compression
 from lp_pipe.collectives.push_pull import PushPull, PushPullOptions, server_shares
 from lp_pipe.collectives.sum_server import SumServer
@@ -19,6 +20,7 @@ from lp_pipe.rpc import CourierClient
 
 _TRIES = 20
 _PAUSE_S = 0.1
+_LOOK_S = 1.0  # between two looks at the workers
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,34 @@ class Servers:
 
 
 class WorkersServer:
-    """A node that serves until the workers have ended."""
+    """A node that serves until the workers have ended.
 
-    def __init__(self) -> None:
+    workers: where they listen.
+    """
+
+    def __init__(self, workers: Sequence[Address]) -> None:
+        self._workers = workers
+        self._node = context()
         self._done = threading.Event()
         self._why_done = "the program stops"
 
     def run(self) -> None:
         register_stop_handler(self._done.set)
-        self._done.wait()
+        # The workers tell a server that they have ended; one that was killed since is started again, and not told.
+        may_be_late = bool(self._node.previous_end)
+        while not self._done.wait(_LOOK_S if may_be_late else None):
+            if not any(map(self._may_live, self._workers)):
+                self.finish()
+
+    def _may_live(self, worker: Address) -> bool:
+        """Return whether a worker has not ended, or will be started again."""
+        try:
+            self._node.services.resolve(worker.id).result(_LOOK_S)
+        except Unavailable:
+            return False
+        except TimeoutError:  # it is being started again
+            return True
+        return True
 
     def finish(self) -> None:
         """End this server, because `train` has returned on all workers."""
@@ -67,10 +88,9 @@ class WorkersServer:
 class GradientServer(WorkersServer):
     """The node of a server that sums."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        node = context()
-        self._server = SumServer(node.services.new_endpoint(), node.name)
+    def __init__(self, workers: Sequence[Address]) -> None:
+        super().__init__(workers)
+        self._server = SumServer(self._node.services.new_endpoint(), self._node.name)
 
     def run(self) -> None:
         super().run()
@@ -84,8 +104,8 @@ class GradientServer(WorkersServer):
 class AsyncServer(WorkersServer, ParameterStore):
     """The node of a server with mode="async", which holds a shard of the parameters and their optimizer."""
 
-    def __init__(self) -> None:
-        WorkersServer.__init__(self)
+    def __init__(self, workers: Sequence[Address]) -> None:
+        WorkersServer.__init__(self, workers)
         ParameterStore.__init__(self, self.finish)
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import lp_pipe as lp
 import lp_pipe.data_parallel as dp
 import lp_pipe.pipeline as pp
+from lp_pipe.data_parallel import add, async_parameters
 from lp_pipe.testing.faults import kill
 from tests.data_parallel.loops import SEED, batch, build, configure, differences, plain_loop, train
 from tests.data_parallel.test_failures import assert_each_shard_once, dying
@@ -152,3 +153,23 @@ def test_compressed_gradients_learn_as_well(launched: Any) -> None:
         launched(program).wait(WITHIN_S)
     plain, *compressed = found
     assert plain > 0.93 and min(compressed) >= plain - 0.01, found
+
+
+def train_without_telling(replica: dp.Replica, folder: str) -> None:
+    """Train, and do not tell the servers of the end, as if they had been told just before they were killed."""
+    add.finish_servers = lambda _: None
+    async_parameters.AsyncTraining.leave = lambda _: None  # type: ignore[method-assign]
+    train(replica, folder, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_servers_that_are_killed_after_the_training_end(launched: Any, mode: str, tmp_path: Path) -> None:
+    program = lp.Program("replicas")
+    options = {"replicas": 2, "on_failure": "restart", "backend": dp.Servers(2), "mode": mode}
+    dp.add_replicas(program, train_without_telling, str(tmp_path), **options)
+    run = launched(program, "process")
+    until(lambda: all(row["state"] == "finished" for row in run.status()["replicas"]), WITHIN_S)
+    for number in range(2):
+        kill(run, ("replicas-servers", number))
+    run.wait(WITHIN_S)
