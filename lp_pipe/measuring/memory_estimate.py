@@ -175,6 +175,14 @@ def _of_nodes(nodes: Sequence[Node[Any]], resources: Resources, mode: str) -> Me
                 layers.update(enumerate(sources, start=first))
     sources = [layers[index] for index in sorted(layers)]
     sizes, notes = _sizes_of(sources, config.tied, config.optimizer, None)
+    if config.is_offloaded and _uses_gpu(config, resources):
+        state = sum(layer.sharded_state + layer.whole_state for layer in sizes)
+        sizes = [replace(layer, sharded_state=0, whole_state=0) for layer in sizes]
+        copies = sum(layer.parameters for layer in sizes)
+        notes.append(
+            f"offload: not counted are {_size(state)} of optimizer state and {_size(copies)} of copies of parameters, "
+            "which are in the host's memory" + (", divided among the replicas" if config.zero else ", in each replica")
+        )
     options = _Options(
         [firsts[stage] for stage in sorted(firsts)][1:],
         config.chunks,
@@ -196,10 +204,13 @@ def _parts(node: Node[Any], kind: type[T]) -> list[T]:
 
 def _device_bytes(config: PipelineConfig, resources: Resources) -> int | None:
     """Return the memory of a stage's GPU, if it has one and this host has the like."""
-    uses_gpu = resources.gpus > 0 or any(name.startswith("cuda") for name in config.devices)
-    if not uses_gpu or not torch.cuda.is_available():
+    if not _uses_gpu(config, resources) or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def _uses_gpu(config: PipelineConfig, resources: Resources) -> bool:
+    return resources.gpus > 0 or any(name.startswith("cuda") for name in config.devices)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.cli.main import main
 from lp_pipe.errors import NotSupported
+from lp_pipe.measuring.memory_estimate import program_memory
 
 MICROBATCH = torch.randn(16, 32), torch.randn(16, 4)
 BATCH = torch.randn(128, 32), torch.randn(128, 4)
@@ -166,3 +167,12 @@ def test_a_dry_run_says_that_the_memory_is_too_small(tmp_path: Path, capsys: pyt
     said = capsys.readouterr().out
     assert "memory of stages" in said and "does not fit: worker 0 needs" in said
     assert "stages=4" in said and "zero=1, replicas=2" not in said  # that would need 20.02 MB
+
+
+@pytest.mark.parametrize(("device", "optimizer_bytes"), [("cuda", 0), ("cpu", 2 * 4 * 12 + 2 * 4)])
+def test_what_a_gpu_offloads_is_not_in_its_memory(device: str, optimizer_bytes: int) -> None:
+    program, model = lp.Program("offload"), pp.Model([nn.Linear(3, 3)], F.mse_loss, torch.optim.Adam)
+    pp.add_pipeline(program, model, stages=1, device=device, offload="cpu")
+    estimate = program_memory(program, "thread")["stages"]
+    assert estimate.workers[0].optimizer_bytes == optimizer_bytes
+    assert any("offload" in note for note in estimate.notes) == (device == "cuda")
