@@ -14,34 +14,14 @@ import lp_pipe.search as ls
 from lp_pipe.cli.main import main
 from lp_pipe.process_tree import start_time
 from lp_pipe.search.store import ExperimentFolder
+from tests.search.trial_script import trial_script
 from tests.waiting import until
 
-SCRIPT = """
-import time
-import lp_pipe.search as ls
-
-class Counter:
-    epochs = 0
-
-    def state_dict(self):
-        return self.epochs
-
-    def load_state_dict(self, epochs):
-        self.epochs = epochs
-
-def trial(t):
-    counter = Counter()
-    t.restore(counter)
-    for step in t.steps():
-        time.sleep(t.params["seconds"])
-        counter.epochs += 1
-        print("trained", counter.epochs)
-        t.report({"loss": abs(t.params["x"] - 0.5) / step, "step": counter.epochs}, checkpoint=counter)
-
+SCRIPT = trial_script("""
 def make_program(seconds: float = 0.0):
     space = {"x": ls.uniform(0.0, 1.0), "opt": {"name": "adam"}, "seconds": seconds}
     return ls.experiment("xs", trial, space=space, searcher=ls.Halving("loss", 4, 4, divisor=2), slots=2)
-"""
+""")
 
 
 @pytest.fixture

@@ -19,40 +19,19 @@ from lp_pipe.checkpoint.folder import open_checkpoint
 from lp_pipe.cli.main import main
 from lp_pipe.process_tree import start_time
 from lp_pipe.search.store import ExperimentFolder, Reading, Store
+from tests.search.trial_script import trial_script
 from tests.seeds import random_numbers
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = """
-import os
-import time
-import lp_pipe.search as ls
-
-class Counter:
-    epochs = 0
-
-    def state_dict(self):
-        return self.epochs
-
-    def load_state_dict(self, epochs):
-        self.epochs = epochs
-
-def trial(t):
-    counter = Counter()
-    t.restore(counter)
-    t.folder.mkdir(parents=True, exist_ok=True)
-    (t.folder / "pid").write_text(str(os.getpid()))
-    for step in t.steps():
-        time.sleep(0.05)
-        counter.epochs += 1
-        assert counter.epochs == step
-        t.report({"loss": abs(t.params["x"] - 0.5) / step, "epochs": counter.epochs}, checkpoint=counter)
-
+SCRIPT = trial_script("""
 def make_program(name: str = "struck"):
     searcher = ls.Halving("loss", 16, 16, divisor=2)
-    return ls.experiment(name, trial, space={"x": ls.uniform(0.0, 1.0)}, searcher=searcher, slots=3)
-"""
+    return ls.experiment(
+        name, trial, space={"x": ls.uniform(0.0, 1.0), "seconds": 0.05}, searcher=searcher, slots=3
+    )
+""")
 MOST_KILLS = 12
 
 
