@@ -11,12 +11,18 @@ Array = NDArray[Any]
 
 def leaves_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path of each leaf, such as `observation['image']`, with the leaf; dicts in the order of their keys."""
-    if isinstance(tree, Mapping):
-        for name in sorted(tree):
-            yield from leaves_of(tree[name], f"{path}[{name!r}]")
+    if type(tree) is np.ndarray:  # first, like the same check below, for speed
+        yield path, tree
     elif isinstance(tree, tuple) and hasattr(tree, "_fields"):
         for name, branch in zip(tree._fields, tree, strict=True):
-            yield from leaves_of(branch, f"{path}.{name}" if path else name)
+            place = f"{path}.{name}" if path else name
+            if type(branch) is np.ndarray:
+                yield place, branch
+            else:
+                yield from leaves_of(branch, place)
+    elif isinstance(tree, Mapping):
+        for name in sorted(tree):
+            yield from leaves_of(tree[name], f"{path}[{name!r}]")
     elif isinstance(tree, tuple | list):
         for index, branch in enumerate(tree):
             yield from leaves_of(branch, f"{path}[{index}]")

@@ -200,11 +200,14 @@ class _TensorReduction:
 
 class _Pickler(_TensorReduction, pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj).__module__ in _NUMPY:  # most objects of a call with arrays
+            return NotImplemented
         if isinstance(obj, _BY_NAME) and not _found_by_name(obj):
             raise _ByValueNeeded
         return _TensorReduction.reducer_override(self, obj)  # super() takes longer
 
 
+_NUMPY = frozenset({"numpy", "numpy.dtypes"})  # the modules of numpy's own classes: arrays, numbers, dtypes
 # The kinds of objects that pickle names by their module.
 _BY_NAME = (type, types.FunctionType, type(functools.lru_cache(lambda: None)), typing.TypeVar)
 _LOCKS: dict[type, Callable[[], Any]] = {

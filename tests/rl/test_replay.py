@@ -1,6 +1,9 @@
 """Replay tables sample by their rules, hold calls back by Reverb's ratio, and go on from a state with the same bits."""
 
+import copy
 import math
+import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import lp_pipe.rl as rl
 from lp_pipe.rl.replay.key_order import KeyOrder
 from lp_pipe.rl.replay.sum_tree import SumTree
 from lp_pipe.rl.replay.table import TableState
+from lp_pipe.rpc import codec
 from tests.seeds import random_numbers
 
 
@@ -22,6 +26,23 @@ def items(*values: int) -> dict[str, Any]:
 def state(sampler: Any = None, remover: Any = None, max_size: int = 8, times: int = 0) -> TableState:
     table = rl.Table(max_size, sampler or rl.Uniform(), remover or rl.Fifo(), times)
     return TableState(table, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("values", [range(4), range(4_000)])
+@pytest.mark.parametrize("dtype", ["<f4", "m8[s]", "U5", "object", [("x", "f4"), ("y", "i8")]])
+def test_a_sample_is_the_same_after_its_journey(values: Sequence[int], dtype: Any) -> None:
+    table = state(max_size=4_000)
+    table.insert({**items(*values), "odd": np.zeros((len(values), 3), dtype)})
+    sample = table.sample(3 * len(values))
+    payload = codec.encode(sample)
+    copies = codec.decode(payload.body, [bytearray(one) for one in payload.buffers]), copy.deepcopy(sample)
+    for other in (*copies, *(pickle.loads(pickle.dumps(sample, protocol)) for protocol in (2, 5))):
+        assert type(other) is rl.Sample
+        for (path, leaf), (other_path, other_leaf) in zip(
+            rl.tree.leaves_of(sample), rl.tree.leaves_of(other), strict=True
+        ):
+            assert path == other_path and leaf.dtype == other_leaf.dtype and (leaf == other_leaf).all()
+            assert other_leaf.flags.writeable and other_leaf.flags.aligned
 
 
 def test_the_sums_follow_from_the_weights_alone() -> None:

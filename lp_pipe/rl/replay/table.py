@@ -18,6 +18,8 @@ from lp_pipe.rl.tree import Array, leaves_of, rebuilt
 
 _MOST_SEGMENTS = 512
 _FEWEST_ROWS = 64  # of a segment
+_MOST_PACKED_BYTES = 1 << 16  # of a sample: copies of more cost more, and each array keeps the memory of all
+_ALIGNMENT = 8
 _VERSIONS = itertools.count(1)  # of segments, in this process: a table that is loaded has none of before
 
 
@@ -33,6 +35,26 @@ class Sample(NamedTuple):
     weights: Array
     times_sampled: Array
     data: Any
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        leaves = [leaf for _, leaf in leaves_of(self)]
+        is_packed = protocol >= 5 and sum(leaf.nbytes for leaf in leaves) <= _MOST_PACKED_BYTES
+        if not is_packed or not all(leaf.dtype.isbuiltin == 1 and not leaf.dtype.hasobject for leaf in leaves):
+            return tuple.__reduce_ex__(self, protocol)
+        layout = [(leaf.dtype.str, leaf.shape) for leaf in leaves]
+        memory = bytearray().join([leaf.tobytes() + bytes(-leaf.nbytes % _ALIGNMENT) for leaf in leaves])
+        return _unpacked, (rebuilt(self.data, itertools.repeat(0)), layout, pickle.PickleBuffer(memory))
+
+
+def _unpacked(structure: Any, layout: Sequence[tuple[str, tuple[int, ...]]], memory: Any) -> Sample:
+    """Return a sample whose arrays are in one piece of memory, in which they travel in a third of the time."""
+    arrays, offset = [], 0
+    for dtype, shape in layout:
+        array: Array = np.ndarray(shape, dtype, memory, offset)
+        arrays.append(array)
+        offset += array.nbytes + -array.nbytes % _ALIGNMENT
+    keys, probabilities, weights, times_sampled, *columns = arrays
+    return Sample(keys, probabilities, weights, times_sampled, rebuilt(structure, iter(columns)))
 
 
 @dataclass(frozen=True)
