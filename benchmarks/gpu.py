@@ -1,6 +1,6 @@
 """Two stages on one GPU: how fast CUDA tensors get from one to the other, and what a GPT trains at.
 
-    python -m benchmarks.gpu [--repeats 7] [--quick] [--json FILE]
+    python -m benchmarks.gpu [--repeats 7] [--quick] [--only steps] [--json FILE]
 
 `make gpu-check` runs it after the exactness tests. Channels come first, alone (benchmarks.gpu_channel), then pipelines,
 whose tensors pass by CUDA IPC or by NCCL. The table of throughput compares a pipeline of two stages, which share the
@@ -103,43 +103,60 @@ def torch_step_s(workload: Workload, repeats: int) -> list[float]:
     return found[2:]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks.gpu: torch sees no GPU here")
-    workload = QUICK_MODEL if options.quick else MODEL
-    with tempfile.TemporaryDirectory() as run_dir:
-        channels = gpu_channel.run(options.repeats)
-        evaluations = {
-            f"{name}, {channel}": spread(times)
-            for channel in CHANNELS
-            for name, times in evaluations_s(channel, options.repeats, run_dir).items()
-        }
-        steps = {"torch, one process": spread(torch_step_s(workload, options.repeats))}
-        for schedule in ("gpipe", "1f1b", "zb_h1"):
-            steps[schedule] = spread(pipeline_step_s(workload, schedule, options.repeats, run_dir))
+def evaluations(workload: Workload, repeats: int, run_dir: str) -> dict[str, Any]:
+    found = {
+        f"{name}, {channel}": spread(times)
+        for channel in CHANNELS
+        for name, times in evaluations_s(channel, repeats, run_dir).items()
+    }
     show_table(
         "An evaluation of two empty stages on one GPU, with a tensor of this size",
         ["size, channel", "median ms"],
-        [[name, f"{found['median'] * 1e3:.2f}"] for name, found in evaluations.items()],
+        [[name, f"{one['median'] * 1e3:.2f}"] for name, one in found.items()],
     )
+    return found
+
+
+def steps(workload: Workload, repeats: int, run_dir: str) -> dict[str, Any]:
+    found = {"torch, one process": spread(torch_step_s(workload, repeats))}
+    for schedule in ("gpipe", "1f1b", "zb_h1"):
+        found[schedule] = spread(pipeline_step_s(workload, schedule, repeats, run_dir))
     tokens = workload.batch(0)[0].numel()
-    base = statistics.median(steps["torch, one process"]["values"])
+    base = statistics.median(found["torch, one process"]["values"])
     show_table(
         f"GPT, bf16, {tokens} tokens a step",
         ["party", "median ms", "tokens/s", "of torch"],
         [
-            [name, f"{found['median'] * 1e3:.1f}", f"{tokens / found['median']:.0f}", f"{base / found['median']:.2f}"]
-            for name, found in steps.items()
+            [name, f"{one['median'] * 1e3:.1f}", f"{tokens / one['median']:.0f}", f"{base / one['median']:.2f}"]
+            for name, one in found.items()
         ],
     )
-    device = torch.cuda.get_device_name(0)
-    figures = {"channels_s": channels, "evaluations_s": evaluations, "step_s": steps}
-    write_json({"machine": machine(), "device": device, **figures}, options.json)
+    return found
+
+
+def channels(workload: Workload, repeats: int, run_dir: str) -> dict[str, Any]:
+    return gpu_channel.run(repeats)
+
+
+PARTS = {"channels": channels, "evaluations": evaluations, "steps": steps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="small sizes")
+    parser.add_argument("--only", choices=PARTS, help="one of the three parts")
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.gpu: torch sees no GPU here")
+    torch.set_num_threads(1)  # as in nodes
+    workload = QUICK_MODEL if options.quick else MODEL
+    figures: dict[str, Any] = {"machine": machine(), "device": torch.cuda.get_device_name(0)}
+    with tempfile.TemporaryDirectory() as run_dir:
+        for name in [options.only] if options.only else PARTS:
+            figures[f"{name}_s"] = PARTS[name](workload, options.repeats, run_dir)
+    write_json(figures, options.json)
 
 
 if __name__ == "__main__":

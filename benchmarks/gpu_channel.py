@@ -151,6 +151,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks.gpu_channel: torch sees no GPU here")
+    torch.set_num_threads(1)  # as in nodes
     if options.answer is not None:
         directory, endpoint = options.answer
         answer(directory, endpoint, options.repeats)
