@@ -137,6 +137,31 @@ def warm_template(_warm_templates: template.WarmTemplates) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def _warm_bare_templates() -> Iterator[template.WarmTemplates]:
+    with contextlib.closing(template.WarmTemplates()) as templates:
+        yield templates
+
+
+@pytest.fixture
+def warm_bare_template(without_torch: None, _warm_bare_templates: template.WarmTemplates) -> Iterator[None]:
+    """Fork the processes of all tests that ask for this from one template without torch.
+
+    A template takes half a second of CPU time. That each launch starts its own is tested in tests/launch.
+    """
+    with _warm_bare_templates.used():
+        _warm_bare_templates.warm_up()
+        yield
+
+
+@pytest.fixture
+def own_templates(warm_bare_template: None) -> Iterator[None]:
+    """Let each launch start its template after all, for a test of several at a time or in another environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template, "_warm", [])
+        yield
+
+
 @pytest.fixture
 def no_leaks(without_torch: None) -> Iterator[None]:
     """Assert after the test that nothing is left which was not there before."""

@@ -12,6 +12,11 @@ InNode = Callable[..., Any]
 
 
 @pytest.fixture
+def no_leaks(warm_bare_template: None, no_leaks: None) -> None:
+    """As for all tests, but with a template that was there before the test."""
+
+
+@pytest.fixture
 def serve(mode: str) -> Iterator[Serve]:
     """`serve(ctor, *args, **options)`: a client, in the launcher, of a node that serves the object."""
     runs: list[lp.Run] = []

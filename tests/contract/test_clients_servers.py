@@ -285,7 +285,7 @@ def test_probing_is_local_and_does_not_need_a_server() -> None:
     assert pickle.loads(pickle.dumps(client)).address == client.address
 
 
-def test_a_client_travels_and_is_made_from_its_address(mode: str, serve: Any) -> None:
+def test_a_client_travels_and_is_made_from_its_address(mode: str, own_templates: None, serve: Any) -> None:
     if mode == "multi_host":
         pytest.skip("these are two programs, and each has credentials of its own")
 

@@ -81,7 +81,7 @@ def test_launch_returns_while_the_nodes_run_and_wait_gives_up(mode: str, tmp_pat
 
 
 def test_nodes_get_env_folder_and_path_as_they_are_at_the_call(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_templates: None
 ) -> None:
     monkeypatch.setenv("CONTRACT", "set")
     monkeypatch.chdir(tmp_path)
@@ -457,7 +457,7 @@ def test_a_large_result_waits_for_a_caller_that_is_busy(mode: str) -> None:
     run.wait(30)
 
 
-def test_two_programs_are_independent(mode: str) -> None:
+def test_two_programs_are_independent(mode: str, own_templates: None) -> None:
     def fail() -> None:
         raise ValueError("one")
 

@@ -506,7 +506,7 @@ def test_a_template_that_dies_takes_the_colocation_down_as_its_failure(mode: str
 
 
 @mostly_in_processes
-def test_the_same_program_may_run_twice_at_a_time(mode: str) -> None:
+def test_the_same_program_may_run_twice_at_a_time(mode: str, own_templates: None) -> None:
     colocation = lp.MultiProcessingColocation()
     handle = colocation.add_node(lp.CourierNode(Adder))
     program = program_of(colocation)
