@@ -16,7 +16,7 @@ from lp_pipe.data_parallel.served_buckets import ServedBuckets
 from lp_pipe.data_parallel.shard_moves import STATE, HeldShards, OfElements, announced, are_shards_lost, dealt_states
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
-from lp_pipe.training.optimizer_state import OfParameter, beside
+from lp_pipe.training.optimizer_state import OfParameter, on_device_of
 from lp_pipe.training.state_shards import OwnShard, OwnShardState, StateShards, flat, is_dense, is_elementwise, joined
 from lp_pipe.training.tensor_parts import Box, TensorPart, as_part, boxes_of_range, memory_order
 
@@ -141,7 +141,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter in saved:
                     state = {key: _whole_or_sharded(parameter, value) for key, value in saved[parameter].state.items()}
-                    self.inner.state[parameter] = beside(parameter, state, group)
+                    self.inner.state[parameter] = on_device_of(parameter, state, group)
 
     @contextlib.contextmanager
     def whole_state(self, *, keeps: bool) -> Iterator[None]:

@@ -68,7 +68,7 @@ def restore(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, OfParameter
                 optimizer.state[parameter] = saved[parameter].state
 
 
-def beside(parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+def on_device_of(parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """Return state that was read on the host, moved to the parameter's device.
 
     Source: torch.optim.Optimizer.load_state_dict, which leaves `step` on the host unless a kernel is to read it.

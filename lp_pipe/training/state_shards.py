@@ -183,13 +183,13 @@ class StateShards:
         self, gradients: Mapping[nn.Parameter, Tensor], of_mirrors: Mapping[nn.Parameter, Tensor] | None = None
     ) -> None:
         """Update the shards. gradients: of the shards, by parameter; one without is left as it is."""
-        for shards, found in ((self._own, gradients), (self._mirrors, of_mirrors or {})):
-            for parameter, trained in shards.items():
-                gradient = found.get(parameter)
-                if gradient is not None and self._is_offloaded:
-                    gradient = _on_host(gradient)
-                trained.stand_in.grad = gradient
         try:
+            for shards, found in ((self._own, gradients), (self._mirrors, of_mirrors or {})):
+                for parameter, trained in shards.items():
+                    gradient = found.get(parameter)
+                    if gradient is not None and self._is_offloaded:
+                        gradient = _on_host(gradient)
+                    trained.stand_in.grad = gradient
             # The first update makes the optimizer's state.
             with (
                 self._on_host_copies() if self._is_offloaded else contextlib.nullcontext(),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lp_pipe.errors import PipelineError
+from lp_pipe.errors import NotSupported, PipelineError
 from lp_pipe.pipeline.compute.activation_meter import bytes_of
 from lp_pipe.pipeline.compute.stage import Stage
 from lp_pipe.pipeline.config import PipelineConfig
@@ -20,7 +20,7 @@ from lp_pipe.private_torch import versions_of
 from lp_pipe.training.gradients import GradientNorm, dense, is_finite, norms_of, unscale
 from lp_pipe.training.optimizer_state import (
     OfParameter,
-    beside,
+    on_device_of,
     refuse_hidden_state,
     restore,
     state_of,
@@ -75,6 +75,8 @@ class Training:
                 self._optimizer = make_optimizer(optimizer, self._parameters)
             if shards is not None:
                 refuse_not_elementwise(self._optimizer, f"zero={shards.zero}" if shards.zero else "offload='cpu'")
+                if is_offloaded and any(group.get("capturable") for group in self._optimizer.param_groups):
+                    raise NotSupported("offload='cpu' with capturable=True: the update runs on the CPU: leave it out")
                 self._states = StateShards(self._optimizer, shards.own(), is_offloaded=is_offloaded)
             if lr_scheduler is not None:
                 self._lr_scheduler = make_scheduler(lr_scheduler, self._optimizer)
@@ -353,7 +355,7 @@ class Training:
             if name in saved:
                 options, state = saved[name]["options"], saved[name]["state"]
                 if self._states is None:
-                    state = beside(parameter, state, {**group, **options})
+                    state = on_device_of(parameter, state, {**group, **options})
                 of_parameters[parameter] = OfParameter(state, options)
         if self._states is None:
             restore(self._optimizer, of_parameters)
