@@ -54,7 +54,7 @@ def save_index(path: Path, metrics: Path, state: IndexState) -> None:
             head["digest"] = _digest(metrics, state.end)
             line = json.dumps(head).encode()
             line += b" " * (-(len(line) + 1) % 8) + b"\n"  # the array begins at a multiple of its items' size
-            write_atomically(path, line + np.concatenate([one.ravel() for one in arrays]).astype("<f8").tobytes())
+            write_atomically(path, b"".join([line, *(one.astype("<f8", copy=False).tobytes() for one in arrays)]))
 
 
 def load_index(path: Path, metrics: Path) -> IndexState | None:

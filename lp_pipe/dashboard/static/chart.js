@@ -216,7 +216,7 @@ export class Chart {
       cursor: { sync: { key: "all" }, drag: { x: true, y: false, setScale: false } },
       legend: { show: this.keys.length > 1 },
       scales: { x: { time: axis === "time" }, y: { distr: settings.log ? 3 : 1 } },
-      axes: [{ ...axes, ...named(axis), ...(axis === "time" ? {} : { incrs: WHOLE }) }, { ...axes, size: 58, values: (plot, ticks) => ticks.map((one) => one === null ? "" : number(one)) }],
+      axes: [{ ...axes, ...named(axis), ...(axis === "time" ? {} : { incrs: WHOLE }) }, { ...axes, size: 58, space: 24, values: (plot, ticks) => ticks.map((one) => one === null ? "" : number(one)) }],
       series: [
         { label: axis, value: (plot, value) => value === null || value === undefined ? "–" : axis === "time" ? clock(value) : String(value) },
         ...this.keys.map((key, place) => ({

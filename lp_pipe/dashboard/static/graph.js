@@ -122,18 +122,26 @@ function drawCard(svg, box, card, centre, choose) {
   };
 }
 
-// Labels of edges are tried at these parts of their length, on both sides, until one overlaps no other and no box.
+// Labels of edges are tried beside these parts of their length. The one that is crossed by the fewest lines is taken.
 const PLACES = [0.5, 0.35, 0.65, 0.22, 0.78];
 const LABEL_HEIGHT = 12;
+const POINT_EVERY = 8;
 
 function spots({ path, length }, width) {
   return PLACES.flatMap((share) => {
     const at = path.getPointAtLength(share * length), next = path.getPointAtLength(share * length + 1);
     const isSteep = Math.abs(next.y - at.y) > Math.abs(next.x - at.x);
-    const sides = isSteep ? [[6, -6], [-6 - width, -6]]
-      : length < 90 ? [[-width / 2, 24]] // there is no room between neighbouring cards, but below them
-        : [[-width / 2, -14], [-width / 2, 2]];
+    const sides = !isSteep && length < 90 ? [[-width / 2, 24]] // there is no room between neighbouring cards, but below them
+      : [-6 - width, -width / 2, 6].flatMap((x) => [[x, -15], [x, -6], [x, 3]]);
     return sides.map(([x, y]) => ({ x: at.x + x, y: at.y + y, width, height: LABEL_HEIGHT }));
+  });
+}
+
+function pointsOf(path) {
+  const length = path.getTotalLength();
+  return [...Array(Math.ceil(length / POINT_EVERY)).keys()].map((place) => {
+    const { x, y } = path.getPointAtLength(place * POINT_EVERY);
+    return { x: x - 1, y: y - 1, width: 2, height: 2 };
   });
 }
 
@@ -143,12 +151,15 @@ function overlaps(a, b) {
 
 function placeLabels(labels, boxes) {
   const placed = [];
+  for (const one of labels) one.points = one.points || pointsOf(one.path);
+  const lines = labels.flatMap((one) => one.points);
   const shown = labels.filter((one) => one.text && one.text.textContent);
-  const isFree = (rect, others) => !others.some((one) => overlaps(one, rect));
+  const crossed = (rect, others) => others.filter((one) => overlaps(one, rect)).length;
   for (const label of shown.sort((a, b) => a.length - b.length)) { // short edges have the fewest places
     const width = 6 * label.text.textContent.length;
-    const free = spots(label, width).filter((rect) => isFree(rect, placed));
-    const found = free.find((rect) => isFree(rect, boxes)) || free[0];
+    const free = spots(label, width).filter((rect) => !crossed(rect, placed));
+    const marks = free.map((rect) => 3 * crossed(rect, boxes) + crossed(rect, lines));
+    const found = free[marks.indexOf(Math.min(...marks))];
     label.text.classList.toggle("crowded", !found); // it is in the edge's title
     if (!found) continue;
     placed.push(found);
