@@ -12,6 +12,7 @@ class Membership:
     rank: of this node.
     members: node ids, in rank order.
     endpoints: what each member gave to `meet`, in rank order.
+    finished: nodes of the group whose code had ended by then, without a failure.
     """
 
     group: str
@@ -19,6 +20,7 @@ class Membership:
     rank: int
     members: tuple[str, ...]
     endpoints: tuple[bytes, ...]
+    finished: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:

@@ -26,6 +26,7 @@ class GroupOptions:
     max_restarts: int | None = 3
     on_hang: str = "report"
     least_nodes: int = 0
+    least_started: int = 0
 
     def check(self, label: str) -> None:
         """Refuse what no launcher could follow; errors name the group."""
@@ -94,6 +95,7 @@ class Program:
         max_restarts: int | None = 3,
         on_hang: str = "report",
         least_nodes: int = 0,
+        least_started: int = 0,
     ) -> Iterator[None]:
         """Put nodes that are added in the body into the group `label`, which may be reopened with equal options.
 
@@ -112,6 +114,8 @@ class Program:
                 the node's thread cannot be killed: it is left behind as a daemon.
         least_nodes: if not 0, a node that fails and has no restart left is ignored as long as so many others of the
             group are left; then its failure ends the program.
+        least_started: if not 0, so many nodes must have room at the start, and the others wait for hosts that join the
+            run later (mode="multi_host"). There nodes are started, too, that have failed, or whose host was lost.
 
         Raises:
             ValueError: there is no label, a group is inside a group, or options differ from earlier ones of the same
@@ -122,7 +126,7 @@ class Program:
             raise ValueError("a group needs a label: program.group('feeder')")
         if self._current is not None:
             raise ValueError(f"groups cannot be nested: {label!r} inside {self._current!r}; close the outer one first")
-        options = GroupOptions(resources or Resources(), on_failure, max_restarts, on_hang, least_nodes)
+        options = GroupOptions(resources or Resources(), on_failure, max_restarts, on_hang, least_nodes, least_started)
         options.check(label)
         if self._options.setdefault(label, options) != options:
             raise ValueError(f"group label {label!r} was opened before with other options: {self._options[label]}")

@@ -30,6 +30,7 @@ _REFRESHES_PER_S = 5
 _COLORS = {
     "starting": "yellow",
     "restarting": "yellow",
+    "waiting": "yellow",
     "running": "green",
     "finished": "blue",
     "stopped": "blue",

@@ -36,7 +36,7 @@ _HANG_BYTES = 256 << 10
 _FAILURE_BYTES = 256 << 10
 _MAX_SPANS = 20_000
 _TRACE_BYTES = 256 << 20
-_WORST_FIRST = ("dead", "failed", "restarting", "starting", "stopped", "running", "finished", "unknown")
+_WORST_FIRST = ("dead", "failed", "restarting", "starting", "waiting", "stopped", "running", "finished", "unknown")
 
 
 class RunView:

@@ -54,7 +54,8 @@ def add_replicas(
 
     replicas: the logical replicas, which decide what is learnt: a batch is cut into so many parts.
     workers: the number of processes, at most `replicas`, which does not change what is learnt; default: `replicas`.
-        "2:8": from 2 to 8, started with 8.
+        "2:8": from 2 to 8, started with as many as have room, at most 8. On several hosts, a host that joins later gets
+        the workers that are missing.
     backend: how sums travel: "inproc" (threads), "shm" (one host), "direct" (any hosts), "gloo" and "nccl" (which do
         not sum in the order of the replicas); "auto": the fastest exact one. dp.Servers(...): by nodes that sum.
     seed: of the random numbers in shards.
@@ -112,6 +113,7 @@ def add_replicas(
         on_failure="ignore" if on_failure == "shrink" else on_failure,
         max_restarts=max_restarts,
         least_nodes=0 if on_failure == "stop" else least,
+        least_started=least if least < most else 0,
     ):
         return ReplicasHandle([program.add_node(node) for node in nodes])
 

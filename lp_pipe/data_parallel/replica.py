@@ -178,7 +178,9 @@ class Replica(NormalizesBatches):
 
         zero: 1: each worker has the optimizer's state of a shard of the parameters, and updates that shard. The
             optimizer must treat elements independently, as torch's SGD, Adam, AdamW and RMSprop do, or say so by a
-            class attribute `elementwise = True`. All workers must call `state_dict()`.
+            class attribute `elementwise = True`. All workers must call `state_dict()`. Where workers may change, each
+            also has a mirror of another worker's shard: Adam then needs 8 + 16/N bytes per parameter with N workers, so
+            two workers save nothing.
         clip_grad_norm: the largest norm of all gradients of this optimizer.
         bucket_bytes: gradients that are summed at a time.
 

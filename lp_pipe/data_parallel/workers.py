@@ -166,6 +166,8 @@ class ReplicaWorkers:
         self._group = self._meet(generation)
         self._messages = 0
         membership = self._group.membership
+        if self.options.may_change and membership.finished:
+            raise TrainingHasEnded(f"{', '.join(membership.finished)} of group {self.options.group!r} have finished it")
         if membership.world_size < self.options.least:
             # Where workers may change, the program ends with the death that leaves too few (`least_nodes`).
             error = TrainingHasEnded if self.options.may_change else DataParallelError

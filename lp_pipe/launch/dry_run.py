@@ -15,7 +15,7 @@ from lp_pipe.launch.options import LaunchOptions
 from lp_pipe.launch.plan.hardware import Hardware, this_host
 from lp_pipe.launch.plan.host_placement import HostPlacement, place_on_hosts
 from lp_pipe.launch.plan.launch_plan import LaunchPlan, make_plan, serialize_nodes
-from lp_pipe.launch.plan.placement import place_all
+from lp_pipe.launch.plan.placement import place_all, place_with_room
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.program import Program
 
@@ -38,9 +38,8 @@ def describe_launch(program: Program, mode: str, folder: Path, options: LaunchOp
         return [f"{len(plan.nodes)} nodes as threads of this process", *_edges(plan, {})]
     serialize_nodes(plan)
     if mode == "process":
-        places = {
-            node_id: HostPlacement("this host", place) for node_id, place in place_all(plan.nodes, this_host()).items()
-        }
+        here = place_with_room(plan.nodes, lambda spec: spec.may_wait, lambda some: place_all(some, this_host()))
+        places = {node_id: HostPlacement("this host", place) for node_id, place in here.items()}
         return [*_nodes(places), *_edges(plan, places)]
     of_hosts = MultiHostOptions.of(options)
     engine, carrier = of_hosts.engine, of_hosts.carrier

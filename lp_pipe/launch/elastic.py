@@ -93,7 +93,7 @@ def launch_elastic(make_program: MakeProgram, options: _ElasticOptions) -> "Elas
     folder = make_run_dir(make_program(count.most).name, options.run_dir)  # also: what it raises, it raises here
     credentials = generate_credentials()
     tree = None if host_options.tree is None else TreeStore().kept(host_options.tree)
-    hosts_of_run = ElasticHosts(host_options, credentials)
+    hosts_of_run = ElasticHosts(host_options, credentials, is_for_programs=True)
     options = replace(options, run_dir=folder)
 
     def start(program: Program, agents: Mapping[str, Any], used: int) -> Run:

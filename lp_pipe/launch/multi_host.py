@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import math
 import threading
 import time
@@ -28,6 +29,7 @@ from lp_pipe.launch.hosts.joined_hosts import JoinedHosts, join_hosts
 from lp_pipe.launch.hosts.relocation import Relocation, orphan_s
 from lp_pipe.launch.hosts.shipped_logs import ReceivedLogs
 from lp_pipe.launch.hosts.source_tree import SourceTree
+from lp_pipe.launch.plan.host_placement import offered
 from lp_pipe.launch.plan.launch_plan import LaunchPlan, serialize_nodes
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
@@ -39,7 +41,10 @@ from lp_pipe.telemetry.log_files import LogFiles
 from lp_pipe.telemetry.metrics import MetricsLog
 from lp_pipe.telemetry.terminal_lines import Unfinished
 
+_log = logging.getLogger(__name__)
+
 _START_PATIENCE_S = 60.0
+_LOOK_EVERY_S = 0.1
 _STACKS_PATIENCE_S = 5.0
 _CLOSE_PATIENCE_S = 8.0
 _CLOCK_PATIENCE_S, _CLOCK_READINGS = 1.0, 5
@@ -70,6 +75,7 @@ def make_host(plan: LaunchPlan, metrics: MetricsLog, options: MultiHostOptions) 
     coordinator = Coordinator(plan, lambda address: run_endpoints.name_of(run, address), metrics, reserve_port)
     silence_s = joined.host_join.patience.silence_s
     run_endpoints.join(run_endpoints.RunMember(run, "the launcher", credentials, coordinator.find, silence_s=silence_s))
+    coordinator.wait_for_room(payloads.keys() - joined.places.keys())
     host = MultiHost(run, plan, coordinator, payloads, joined, shipped, options.tree, surroundings)
     return host, coordinator
 
@@ -104,6 +110,7 @@ class MultiHost(Host):
         self._log_files = LogFiles(plan.folder, [spec.node_id for spec in plan.nodes])
         self._logs = ReceivedLogs(self._log_files)
         self._past_hits: Counter[str] = Counter()  # of faults, at hosts that are closed
+        self._is_traced = False
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -112,7 +119,7 @@ class MultiHost(Host):
             agent.handle = _handlers(self._coordinator, self._logs, agent)
         for name in agents:
             self._coordinator.note_event("membership", host=name, change="joined")
-        self._joined.host_join.tell_of_losses(self._on_lost)
+        self._joined.host_join.tell_of_changes(self._on_lost, self._on_joined)
         try:
             if self._tree is not None:
                 send_tree(self._tree, agents, is_up=lambda name: name in self._up())
@@ -124,7 +131,7 @@ class MultiHost(Host):
         except BaseException:
             self.give_up()
             raise
-        again = [spec.node_id for spec in self._plan.nodes if spec.may_start_again]
+        again = [spec.node_id for spec in self._plan.nodes if spec.may_start_again or spec.least_started]
         self._payloads = {node_id: self._payloads[node_id] for node_id in again}  # the others: their agents have them
 
     def give_up(self) -> None:
@@ -191,6 +198,7 @@ class MultiHost(Host):
         return {**{f"of host {name}": answer for name, answer in asked.items()}, "": past}
 
     def set_tracing(self, is_on: bool) -> None:
+        self._is_traced = is_on
         for agent in self._up().values():
             agent.tell_if_open(SetTracing(is_on))
 
@@ -217,7 +225,8 @@ class MultiHost(Host):
     def _nodes_by_host(self) -> dict[str, list[NodeSpec]]:
         nodes: dict[str, list[NodeSpec]] = {name: [] for name in self._joined.agents}
         for spec in self._plan.nodes:
-            nodes[self.where(spec.node_id)].append(spec)
+            if host := self.where(spec.node_id):
+                nodes[host].append(spec)
         return nodes
 
     def _start_message(self, nodes: Sequence[NodeSpec]) -> StartNodes:
@@ -250,6 +259,44 @@ class MultiHost(Host):
             self._views.pop(agent.name, None)
         self._coordinator.note_event("membership", host=agent.name, change="lost", why=why)
         self._relocation.lose(agent.name, why, agent.is_silent)
+
+    def _on_joined(self, agent: RemoteAgent) -> None:
+        if self._joined.is_elastic or self._up().get(agent.name) is agent:
+            return  # the next program takes it in; or it was there at the start
+        threading.Thread(target=self._take_in, args=(agent,), name=f"take in {agent.name}", daemon=True).start()
+
+    def _take_in(self, agent: RemoteAgent) -> None:
+        """Prepare a host that has joined the running program, and start nodes there that wait for one."""
+        name, up = agent.name, {agent.name: agent}
+        try:
+            self._replace(agent)
+            hardware = offered(self._joined.host_join.offers[name], agent.joining.hardware)
+            agent.handle = _handlers(self._coordinator, self._logs, agent)
+            self._coordinator.note_event("membership", host=name, change="joined")
+            if self._tree is not None:
+                send_tree(self._tree, up, is_up=lambda name: name in self._up())
+            warn_of_hosts_apart(self._plan.run_dir, up)
+            agent.ask(self._start_message(())).result(_START_PATIENCE_S)
+            agent.tell_if_open(SetTracing(self._is_traced))
+            self._relocation.gain(name, hardware)
+        except (Unavailable, LaunchError, ValueError, TimeoutError) as error:
+            _log.warning("host %r has joined and cannot be used: %s", name, error)
+            agent.connection.close("it cannot be used")
+
+    def _replace(self, agent: RemoteAgent) -> None:
+        """Count a host among those that are up, once the loss of its last agent is reported.
+
+        Raises:
+            LaunchError: that agent is not lost.
+        """
+        deadline = time.monotonic() + _START_PATIENCE_S
+        while time.monotonic() < deadline:
+            with self._lock:
+                if agent.name not in self._agents:
+                    self._agents[agent.name] = agent
+                    return
+            time.sleep(_LOOK_EVERY_S)
+        raise LaunchError(f"host {agent.name!r} has an agent already")
 
     def _ask_to_start(self, node_id: str) -> "Future[None]":
         if not self._relocation.take_new(node_id):

@@ -23,7 +23,7 @@ from lp_pipe.launch.coordination.coordinator import Coordinator
 from lp_pipe.launch.host import Host, give_up
 from lp_pipe.launch.plan.hardware import this_host
 from lp_pipe.launch.plan.launch_plan import LaunchPlan, serialize_nodes
-from lp_pipe.launch.plan.placement import Placement, place_all
+from lp_pipe.launch.plan.placement import Placement, place_all, place_with_room
 from lp_pipe.launch.plan.spec import NodeSpec
 from lp_pipe.launch.plan.surroundings import Surroundings
 from lp_pipe.launch.processes import standard_streams
@@ -65,9 +65,11 @@ def make_host(plan: LaunchPlan, metrics: MetricsLog) -> tuple[Host, Coordinator]
         SerializationError: a node, or the plan's setup, cannot be sent to its process.
         ValueError: a group wants more cores, GPUs or memory than this host has, or another host.
     """
-    places = place_all(plan.nodes, this_host())
+    hardware = this_host()
+    places = place_with_room(plan.nodes, lambda spec: spec.may_wait, lambda some: place_all(some, hardware))
     payloads = serialize_nodes(plan)
     coordinator = Coordinator(plan, lambda address: f"unix:{host.socket_dir}/{address}", metrics)
+    coordinator.wait_for_room(payloads.keys() - places.keys())
     host = ProcessHost(plan, coordinator, payloads, places)
     return host, coordinator
 
@@ -129,7 +131,8 @@ class ProcessHost(Host):
             self.mark = self._template.mark[MARK]
             self._pings = LauncherPings(self._template, self._streams)
             for spec in self._plan.nodes:
-                self._start_node(spec)
+                if spec.node_id in self._places:
+                    self._start_node(spec)
         except BaseException:  # also a Ctrl+C
             self.give_up()
             raise

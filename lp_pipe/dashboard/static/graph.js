@@ -4,7 +4,7 @@ import { bytes, duration, empty, h, number, s, short } from "./dom.js";
 import { ask, on, run } from "./data.js";
 import { Chart } from "./chart.js";
 
-const WORST = ["dead", "failed", "restarting", "starting", "stopped", "running", "finished"];
+const WORST = ["dead", "failed", "restarting", "starting", "waiting", "stopped", "running", "finished"];
 const LOG_EVERY_MS = 500;
 const MAX_LINES = 2000;
 const LEAST_SCALE = 0.72; // a graph that would be smaller is scrolled

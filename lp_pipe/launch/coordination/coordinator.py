@@ -286,6 +286,22 @@ class Coordinator:
 
     # What the run asks.
 
+    def wait_for_room(self, node_ids: Iterable[str]) -> None:
+        """Note, before the start, that there is no room for these nodes now."""
+        with self._changing():
+            self._lifecycles.wait_for_room(node_ids)
+
+    def may_start_late(self, node_id: str) -> bool:
+        """Return whether the node is down and would be started on a host that has just joined."""
+        with self._lock:
+            return self._lifecycles.may_start_late(node_id)
+
+    def start_late(self, node_ids: Sequence[str]) -> None:
+        """Let the supervising thread start these nodes, which `may_start_late`."""
+        with self._changing():
+            self._lifecycles.start_late(node_ids)
+            self._told_ends.difference_update(node_ids)
+
     def status(self) -> dict[str, list[dict[str, Any]]]:
         """Return the state, pid, last error and restarts of every node, by label."""
         with self._lock:

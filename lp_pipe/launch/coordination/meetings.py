@@ -109,8 +109,9 @@ class Meetings:
         state.members, state.over = frozenset(members), ""
         self._has_met(group, state.generation, members)
         endpoints = tuple(one.endpoint for one in asked)
+        finished = tuple(record.spec.node_id for record in state.records if record.state.word == "finished")
         return [
-            Settlement(one.future, Membership(group, state.generation, rank, members, endpoints))
+            Settlement(one.future, Membership(group, state.generation, rank, members, endpoints, finished))
             for rank, one in enumerate(asked)
         ]
 

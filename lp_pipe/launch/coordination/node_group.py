@@ -91,6 +91,8 @@ class NodeRecord:
     def why_gone(self) -> str:
         """Why calls to its servers fail, for the error of such a call."""
         name = self.spec.node_id
+        if self.state is NodeState.WAITING:
+            return f"node {name} waits for a host with room for it"
         if self.error is not None and self.state.word == "failed":
             return f"node {name} failed: {self.error.summary}"
         return f"node {name} has {self.state.word}: it serves no more"
@@ -115,14 +117,14 @@ class NodeRecord:
 
     def put_down(self) -> None:
         """Note that nothing is left of it, and that it will not be started again."""
-        if self.may_register:
+        if self.may_register or self.state is NodeState.WAITING:
             self.become(NodeState.STOPPING)
         self.become(self.state.when_gone)
         self.is_told_to_end = False
 
 
 # The state of a row with several parts: the first of these that any of them is in.
-_STATES = ("failed", "running", "starting", "restarting", "stopped", "finished")
+_STATES = ("failed", "running", "starting", "restarting", "waiting", "stopped", "finished")
 
 
 @dataclass

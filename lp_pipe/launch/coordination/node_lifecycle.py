@@ -162,6 +162,26 @@ class NodeLifecycles:
         due, wait_s = group.due_with(record)
         self._restart_at.update({part.spec.node_id: time.monotonic() + wait_s for part in due})
 
+    def wait_for_room(self, node_ids: Iterable[str]) -> None:
+        """Note, before the start, that there is no room for these nodes now."""
+        for node_id in node_ids:
+            self.nodes[node_id].become(NodeState.WAITING)
+
+    def may_start_late(self, node_id: str) -> bool:
+        """Return whether the node is down and would be started on a host that has just joined."""
+        record = self.nodes[node_id]
+        is_down = record.state in (NodeState.WAITING, NodeState.FAILED)
+        if not record.spec.least_started or not is_down or not self.must_go_on:
+            return False
+        group = (other for other in self.nodes.values() if other.spec.label == record.spec.label)
+        return all(other.state.word != "finished" for other in group)  # else its work is done
+
+    def start_late(self, node_ids: Iterable[str]) -> None:
+        """Order that these nodes, which `may_start_late`, are started."""
+        for node_id in filter(self.may_start_late, node_ids):
+            self.nodes[node_id].become(NodeState.DOWN)
+            self._restart_at[node_id] = time.monotonic()
+
     def end_inner_nodes(self, colocation: str) -> None:
         """Order that the inner nodes of a MultiProcessingColocation are taken down for good."""
         inner = self.inner_nodes(colocation)

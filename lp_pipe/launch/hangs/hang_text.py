@@ -9,7 +9,7 @@ from lp_pipe.launch.supervision.messages import View
 from lp_pipe.telemetry.names import name_list
 from lp_pipe.telemetry.waits import CALL, DEBUGGER, HANDLER, OUTSIDE, RANKS, RECEIVE, RESOLVE, SEND, Activity
 
-ENDED = ("finished", "failed", "stopped")
+ENDED = ("finished", "failed", "stopped", "waiting")  # no code of such a node runs
 _SHOWN_RANKS = 4
 
 

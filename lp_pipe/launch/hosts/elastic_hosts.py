@@ -1,4 +1,4 @@
-"""The hosts of an elastic run, which come and go and outlive the programs that run on them."""
+"""Hosts that come and go while a program runs, and may outlive it."""
 
 import contextlib
 import logging
@@ -6,9 +6,10 @@ import threading
 import time
 
 from lp_pipe.connections import Listener
+from lp_pipe.connections.credentials import Credentials
 from lp_pipe.errors import LaunchError
 from lp_pipe.launch.engines.base import HostOffer, Invitation, StartedAgent
-from lp_pipe.launch.hosts.host_join import HostJoin, RemoteAgent
+from lp_pipe.launch.hosts.host_join import HostJoin, MultiHostOptions, RemoteAgent
 from lp_pipe.launch.hosts.relocation import fence_s
 
 _log = logging.getLogger(__name__)
@@ -20,13 +21,31 @@ _BRING_BACK_EVERY_S = 5.0
 class ElasticHosts(HostJoin):
     """Agents may join at any time: those that were lost, and others that know the run's secret.
 
+    is_for_programs: whether the hosts outlive a program, for the next one.
     losses: how many hosts were lost so far; lost_at: when the last one was (time.monotonic).
     """
 
     losses = 0
     lost_at = 0.0
-    _listener: Listener
     _invitation: Invitation
+
+    def __init__(self, options: MultiHostOptions, credentials: Credentials, *, is_for_programs: bool) -> None:
+        super().__init__(options, credentials)
+        self._is_for_programs = is_for_programs
+        self._listener: Listener | None = None
+        self._threads: list[threading.Thread] = []
+
+    def start_and_wait(self, log_dir: str, needs_torch: bool) -> dict[str, RemoteAgent]:
+        """Start the agents and wait for them; by host. Those that have not joined in time may join later.
+
+        Raises:
+            LaunchError: none has joined.
+        """
+        self.open(log_dir, needs_torch)
+        agents = self.wait_for(1, is_first=True, is_stopping=self._is_over)
+        if missing := [name for name in self._offers if name not in agents]:
+            _log.warning("%s", self._hosts_not_joined(missing, self.patience.join_s))
+        return agents
 
     def open(self, log_dir: str, needs_torch: bool) -> None:
         """Start the agents; returns at once.
@@ -36,11 +55,12 @@ class ElasticHosts(HostJoin):
         """
         self._needs_torch = needs_torch
         self._fenced_until = 0.0
-        self._listener, self._invitation = self._listen_for_agents(log_dir)
+        listener, self._invitation = self._listen_for_agents(log_dir)
+        self._listener = listener
         try:
             self._watched = self._engine.start(self._invitation)
         except BaseException:
-            self._listener.close()
+            listener.close()
             raise
         self._threads = [
             threading.Thread(target=self._be_alive, name="launcher is alive", daemon=True),
@@ -81,12 +101,15 @@ class ElasticHosts(HostJoin):
         return self.up()
 
     def release(self, patience_s: float) -> None:
-        """Keep the hosts of a program that has ended for the next one."""
+        if not self._is_for_programs:
+            self.close(patience_s)
+            return
         with self._changed:
-            self._on_lost = None
+            self._on_lost, self._on_joined = None, lambda agent: None
 
     def close(self, patience_s: float) -> None:
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         super().close(patience_s)
         for thread in self._threads:
             thread.join(patience_s)
@@ -119,5 +142,8 @@ class ElasticHosts(HostJoin):
                 return watched  # its agent is starting
             watched.kill()
         with contextlib.suppress(LaunchError):  # it is tried again later
-            return self._engine.start_again(self._invitation, name) or watched
+            again = self._engine.start_again(self._invitation, name)
+            if again is not None:
+                self._lost.discard(name)  # from now on it is one that starts, however long that takes
+                return again
         return watched

@@ -32,6 +32,7 @@ _ALIVE_EVERY_S = 1.0
 _MOST_SILENCE_S = 86_400.0
 
 OnLost = Callable[["RemoteAgent", str], None]
+OnJoined = Callable[["RemoteAgent"], None]
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ class HostJoin:
     """The hosts of a run, from the start of their agents to their end.
 
     on_lost(agent, why): called in the connection's thread when an agent that had joined is gone.
+    on_joined(agent): called in the connection's thread when an agent has joined a program that runs.
     """
 
     def __init__(self, options: MultiHostOptions, credentials: Credentials) -> None:
@@ -171,6 +173,7 @@ class HostJoin:
         self._lost: set[str] = set()
         self._is_over = threading.Event()
         self._on_lost: OnLost | None = None
+        self._on_joined: OnJoined = lambda agent: None
         self._early_losses: list[tuple[RemoteAgent, str]] = []
 
     @property
@@ -194,13 +197,16 @@ class HostJoin:
             listener.close()  # no agent may join any more
         return {name: self._agents[name] for name in self._offers}
 
-    def tell_of_losses(self, on_lost: OnLost) -> None:
-        """Call on_lost for each lost host: now for those that were lost before."""
+    def tell_of_changes(self, on_lost: OnLost, on_joined: OnJoined) -> None:
+        """Call on_lost for each lost host, and on_joined for each that is up: now for earlier changes."""
         with self._changed:
-            self._on_lost = on_lost
+            self._on_lost, self._on_joined = on_lost, on_joined
             early, self._early_losses = self._early_losses, []
+            agents = list(self._agents.values())
         for agent, why in early:
             on_lost(agent, why)
+        for agent in agents:
+            on_joined(agent)
 
     def release(self, patience_s: float) -> None:
         """The program has ended."""
@@ -232,6 +238,8 @@ class HostJoin:
             self._agents[joining.host] = agent
             self._lost.discard(joining.host)
             self._changed.notify_all()
+            on_joined = self._on_joined
+        on_joined(agent)
 
     def refused(self, why: str) -> None:
         """Keep the reason for which a caller was refused, for the error if hosts are missing."""

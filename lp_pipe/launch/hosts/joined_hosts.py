@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lp_pipe.connections.credentials import Credentials
+from lp_pipe.errors import LaunchError
 from lp_pipe.launch.hosts.edges import check_channels
+from lp_pipe.launch.hosts.elastic_hosts import ElasticHosts
 from lp_pipe.launch.hosts.host_join import HostJoin, KeptHosts, MultiHostOptions, RemoteAgent
 from lp_pipe.launch.plan.hardware import Hardware
 from lp_pipe.launch.plan.host_placement import HostPlacement, offered, place_on_hosts
@@ -16,7 +18,7 @@ from lp_pipe.launch.plan.launch_plan import LaunchPlan
 class JoinedHosts:
     """The hosts of a run are there, and it is decided what goes where; nothing of the program runs.
 
-    is_elastic: with one host less it is another program that runs.
+    places: of the nodes that have room. is_elastic: with one host less it is another program that runs.
     """
 
     host_join: HostJoin
@@ -30,15 +32,24 @@ def join_hosts(plan: LaunchPlan, options: MultiHostOptions, credentials: Credent
     """Start the agents, unless they are there, and place the nodes on their hosts.
 
     Raises:
-        LaunchError: a host has not joined. ValueError: the hosts do not have what the program wants.
+        LaunchError: a host has not joined; where nodes may wait for room: none has, or too few.
+        ValueError: the hosts do not have what the program wants.
     """
     if options.kept is not None:
         return _join_kept(plan, options, options.kept)
-    host_join = HostJoin(options, credentials)
+    may_wait = any(spec.least_started for spec in plan.nodes)
+    host_join = (
+        ElasticHosts(options, credentials, is_for_programs=False) if may_wait else HostJoin(options, credentials)
+    )
     try:
         agents = host_join.start_and_wait(str(plan.folder.agents), needs_torch="torch" in sys.modules)
         hardware = _hardware_of(agents, host_join)
-        return JoinedHosts(host_join, agents, hardware, _places(plan, hardware, options.carrier))
+        try:
+            return JoinedHosts(host_join, agents, hardware, _places(plan, hardware, options.carrier))
+        except ValueError as error:
+            if missing := ", ".join(host_join.offers.keys() - agents.keys()):
+                raise LaunchError(f"hosts have not joined: {missing}; without them {error}") from error
+            raise
     except BaseException:  # also Ctrl+C
         host_join.close(patience_s=1.0)
         raise

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from lp_pipe.launch.engines.base import HostOffer
 from lp_pipe.launch.plan.hardware import Hardware
-from lp_pipe.launch.plan.placement import Placement, place_all
+from lp_pipe.launch.plan.placement import Placement, place_all, place_with_room
 from lp_pipe.launch.plan.spec import NodeSpec
 
 _GIB = 1 << 30
@@ -186,10 +186,34 @@ def offered(offer: HostOffer, found: Hardware) -> Hardware:
 def place_on_hosts(nodes: Sequence[NodeSpec], hosts: Mapping[str, Hardware]) -> dict[str, HostPlacement]:
     """Return the host and placement of every process, by node_id. The processes of one node share them.
 
+    Nodes that have no room and may wait for it are left out.
+
     Raises:
         ValueError: a group wants more than all hosts together have left, or a host that is not in the run.
     """
-    return _places(nodes, hosts, _hosts_of(nodes, _capacities(hosts), planned=planned_hosts(nodes, hosts)), {})
+
+    def place(some: Sequence[NodeSpec]) -> dict[str, HostPlacement]:
+        return _places(some, hosts, _hosts_of(some, _capacities(hosts), planned=planned_hosts(some, hosts)), {})
+
+    return place_with_room(nodes, lambda spec: spec.may_wait, place)
+
+
+def place_late(
+    nodes: Sequence[NodeSpec],
+    name: str,
+    hardware: Hardware,
+    staying: Sequence[NodeSpec],
+    places: Mapping[str, HostPlacement],
+) -> dict[str, HostPlacement]:
+    """Return the placements of as many of the nodes as have room on a host that has joined late.
+
+    staying, places: as for `place_again`.
+    """
+
+    def place(some: Sequence[NodeSpec]) -> dict[str, HostPlacement]:
+        return place_again(some, {name: hardware}, staying, places) if some else {}
+
+    return place_with_room(nodes, lambda spec: True, place)
 
 
 def place_again(

@@ -105,6 +105,7 @@ def _spec_of(node: Node[Any], options: GroupOptions, group_size: int) -> NodeSpe
         max_restarts=options.max_restarts,
         on_hang=options.on_hang,
         least_nodes=options.least_nodes,
+        least_started=options.least_started,
     )
 
 

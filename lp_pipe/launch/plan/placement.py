@@ -3,12 +3,14 @@
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from lp_pipe.launch.plan.hardware import Hardware
 from lp_pipe.launch.plan.spec import NodeSpec
 
+T = TypeVar("T")
 _GIB = 1 << 30
 
 
@@ -58,6 +60,41 @@ def place_all(nodes: Sequence[NodeSpec], host: Hardware, taken: Sequence[Placeme
         name: Placement(_take_cpus(spec, host, used), _take_gpus(spec, gpus)) for name, spec in first_parts.items()
     }
     return {spec.node_id: places[spec.name] for spec in nodes}
+
+
+def place_with_room(
+    nodes: Sequence[NodeSpec], may_wait: Callable[[NodeSpec], bool], place: Callable[[Sequence[NodeSpec]], dict[str, T]]
+) -> dict[str, T]:
+    """Return the placements of as many nodes as have room; of those that may wait, the last ones are left out first.
+
+    place: places nodes, or raises ValueError.
+
+    Raises:
+        ValueError: there is no room for the nodes that may not wait.
+    """
+    last_first = sorted({(-spec.index, spec.name) for spec in nodes if may_wait(spec)})
+
+    def tried(count: int) -> dict[str, T] | ValueError:
+        """Place all nodes but so many of those that may wait."""
+        left_out = {name for _, name in last_first[:count]}
+        try:
+            return place([spec for spec in nodes if spec.name not in left_out])
+        except ValueError as error:
+            return error
+
+    found = tried(0)
+    if isinstance(found, ValueError) and last_first:
+        found = tried(len(last_first))
+        too_few, enough = 0, len(last_first)
+        while not isinstance(found, ValueError) and enough - too_few > 1:  # the fewer nodes, the more room
+            middle = (too_few + enough) // 2
+            if isinstance(some := tried(middle), ValueError):
+                too_few = middle
+            else:
+                found, enough = some, middle
+    if isinstance(found, ValueError):
+        raise found
+    return found
 
 
 def _check_hosts(nodes: Sequence[NodeSpec], host: Hardware) -> None:

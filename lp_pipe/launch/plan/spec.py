@@ -15,6 +15,8 @@ class NodeSpec:
         for each colocation inside a colocation.
     addresses: the ids of the addresses where it listens.
     least_nodes: if not 0, a failure is ignored as long as so many other nodes of the group are left.
+    least_started: if not 0, only so many nodes of the group must have room at the start; the others wait for hosts that
+        join later, as do nodes of the group that are down after a failure.
     path: the prefix for the path to a part of an inner node, in errors: "nodes[1] (PyNode(f)): ".
     retries: how often it may fail and be started again before its failure counts as the node's.
     """
@@ -30,6 +32,7 @@ class NodeSpec:
     max_restarts: int | None = 0
     on_hang: str = "report"
     least_nodes: int = 0
+    least_started: int = 0
     path: str = ""
     retries: int = 0
 
@@ -42,6 +45,11 @@ class NodeSpec:
     def is_inner(self) -> bool:
         """Whether it is inside a MultiProcessingColocation, and so a process in every mode."""
         return self.node_id != self.name
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the program begins without it where there is no room."""
+        return 0 < self.least_started <= self.index
 
     @property
     def may_start_again(self) -> bool:

@@ -20,7 +20,8 @@ class NodeState(Enum):
             └────────────────────────────────────────┘
                      the code ends ▲       ▲ the process (or thread) is gone
 
-    STARTING and RUNNING count as code that runs: it does, or is about to. DOWN waits for its restart.
+    STARTING and RUNNING count as code that runs: it does, or is about to. DOWN waits for its restart. WAITING has never
+    started, and waits for a host with room; a node that is FAILED may get such a host, too (both: DOWN, STARTING).
     """
 
     STARTING = ("starting", True, False)
@@ -33,6 +34,7 @@ class NodeState(Enum):
     FAILED = ("failed", False, True)
     STOPPED = ("stopped", False, True)
     DOWN = ("restarting", False, True)
+    WAITING = ("waiting", False, True)
 
     def __init__(self, word: str, is_alive: bool, is_gone: bool) -> None:
         self.word = word
@@ -61,7 +63,8 @@ _CODE_ENDS = frozenset(_WHEN_GONE)
 # A part that has ended already starts again with the other parts of its node: hence RESTARTING and DOWN after each end.
 # A restart that becomes impossible (the program stops, the template is lost) ends in STOPPED or FAILED.
 TRANSITIONS: dict[NodeState, frozenset[NodeState]] = {
-    NodeState.STARTING: _CODE_ENDS | {NodeState.RUNNING},
+    NodeState.STARTING: _CODE_ENDS | {NodeState.RUNNING, NodeState.WAITING},
+    NodeState.WAITING: frozenset({NodeState.DOWN, NodeState.STOPPED}),
     NodeState.RUNNING: _CODE_ENDS,
     NodeState.FINISHING: frozenset({NodeState.FINISHED, NodeState.RESTARTING}),
     NodeState.FAILING: frozenset({NodeState.FAILED, NodeState.RESTARTING}),

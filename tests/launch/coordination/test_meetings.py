@@ -115,3 +115,10 @@ def test_a_node_of_another_group_cannot_meet() -> None:
     group = Group()
     with pytest.raises(RuntimeError, match="x/0"):
         group.meetings.ask("x/0", "w", 0, b"", Future())
+
+
+def test_a_node_that_comes_late_learns_which_members_have_finished() -> None:
+    group = Group()
+    group.end(1, NodeState.FINISHING)
+    group.meet(0)
+    assert group.meet(2).result(0).finished == ("w/1",)

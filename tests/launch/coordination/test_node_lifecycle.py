@@ -151,3 +151,36 @@ def test_news_in_any_order_lead_through_legal_states_to_the_end(clock: Clock, se
         lifecycles.gone(node_id)
     assert all(record.is_down and not record.is_told_to_end for record in lifecycles.nodes.values())
     assert not lifecycles.must_go_on
+
+
+def test_a_node_that_waits_for_a_host_is_started_there_unless_the_work_of_its_group_is_done(clock: Clock) -> None:
+    options: dict[str, Any] = {"on_failure": "ignore", "least_nodes": 1, "least_started": 1}
+    lifecycles = NodeLifecycles([spec_of(f"a/{index}", **options) for index in range(3)], lambda record: None)
+    lifecycles.wait_for_room(["a/2"])
+    for node_id in ("a/0", "a/1"):
+        lifecycles.started(node_id, 4711)
+    lifecycles.ended("a/1", Failure("HostLost", "its host is lost"), can_restart=False)
+    assert not lifecycles.may_start_late("a/1")  # something of it may be left
+    lifecycles.gone("a/1")
+    assert states(lifecycles) == [NodeState.RUNNING, NodeState.FAILED, NodeState.WAITING]
+    assert lifecycles.next_order() is None and lifecycles.must_go_on
+    lifecycles.start_late(["a/0", "a/1", "a/2"])
+    assert {str(lifecycles.next_order()), str(lifecycles.next_order())} == {
+        str(node_lifecycle.Order(True, [node_id])) for node_id in ("a/1", "a/2")
+    }
+    lifecycles.started("a/1", 4712)
+    lifecycles.ended("a/1", Failure("HostLost", "its host is lost"), can_restart=False)
+    lifecycles.gone("a/1")
+    lifecycles.ended("a/0", None, can_restart=True)
+    assert not lifecycles.may_start_late("a/1")
+
+
+def test_nodes_that_wait_for_a_host_do_not_keep_a_program_from_its_end(clock: Clock) -> None:
+    lifecycles = NodeLifecycles([spec_of(f"a/{index}", least_started=1) for index in range(2)], lambda record: None)
+    lifecycles.wait_for_room(["a/1"])
+    lifecycles.started("a/0", 4711)
+    lifecycles.ended("a/0", None, can_restart=True)
+    lifecycles.gone("a/0")
+    assert not lifecycles.must_go_on
+    lifecycles.end_all()
+    assert states(lifecycles) == [NodeState.FINISHED, NodeState.STOPPED]

@@ -11,7 +11,7 @@ from lp_pipe.launch.dry_run import describe_launch
 from lp_pipe.launch.engines import HostOffer, KubernetesEngine
 from lp_pipe.launch.options import LaunchOptions
 from lp_pipe.launch.plan.hardware import Hardware
-from lp_pipe.launch.plan.host_placement import offered, place_again, place_on_hosts
+from lp_pipe.launch.plan.host_placement import offered, place_again, place_late, place_on_hosts
 from lp_pipe.launch.plan.spec import NodeSpec
 
 GIB = 1 << 30
@@ -266,3 +266,15 @@ def test_a_dry_run_takes_labels_of_hosts_that_are_still_to_come_for_granted(tmp_
     )
     assert lines[0].split() == ["tables/0", "host-0"]
     assert "labels that tables want" in lines[1]
+
+
+def test_a_host_that_comes_late_gets_as_many_nodes_as_have_room_there() -> None:
+    nodes = group("workers", 4, gpus=1)
+    places = place_on_hosts(nodes[:1], hosts(host("a", gpus=1)))
+    late = host("b", gpus=2)
+    found = place_late(nodes[1:], "b", late, nodes[:1], places)
+    assert [(node_id, one.host, one.place.gpus) for node_id, one in found.items()] == [
+        ("workers/1", "b", ("0",)),
+        ("workers/2", "b", ("1",)),
+    ]
+    assert place_late(nodes[3:], "b", late, nodes[:3], {**places, **found}) == {}

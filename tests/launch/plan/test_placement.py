@@ -1,5 +1,6 @@
 """The cores, GPUs, memory and host that each node gets, and the requests that are refused."""
 
+import dataclasses
 import os
 import socket
 import sys
@@ -11,7 +12,7 @@ import lp_pipe as lp
 from lp_pipe.launch.plan import hardware
 from lp_pipe.launch.plan.hardware import Hardware
 from lp_pipe.launch.plan.launch_plan import make_plan
-from lp_pipe.launch.plan.placement import Placement, place_all
+from lp_pipe.launch.plan.placement import Placement, place_all, place_with_room
 
 GIB = 1 << 30
 HOST = Hardware(frozenset({"localhost", "here"}), cpus=(0, 2, 4, 6), memory_bytes=8 * GIB, gpus=("4", "5", "7"))
@@ -185,3 +186,20 @@ def test_torch_that_is_first_imported_inside_the_node_computes_with_the_nodes_th
         assert not run.client("three").ask(is_loaded)
         assert run.client("three").ask(torch_threads) == 3
         assert run.client("one").ask(torch_threads) == 1
+
+
+def test_nodes_that_may_wait_are_left_out_where_there_is_no_room(tmp_path: Any) -> None:
+    program = program_of(first=(1, lp.Resources(gpus=1)))
+    with program.group("workers", resources=lp.Resources(gpus=1), least_started=2):
+        for _ in range(5):
+            program.add_node(lp.CourierNode(Probe))
+    nodes = make_plan(program, tmp_path, 5.0).nodes
+
+    def found(hardware: Hardware) -> list[str]:
+        return list(place_with_room(nodes, lambda spec: spec.may_wait, lambda some: place_all(some, hardware)))
+
+    assert found(HOST) == ["first/0", "workers/0", "workers/1"]
+    assert len(found(dataclasses.replace(HOST, gpus=tuple("01234")))) == 5
+    assert len(found(dataclasses.replace(HOST, gpus=tuple("0123456")))) == 6
+    with pytest.raises(ValueError, match=r"'workers' wants 1 GPUs .* all 3 .*2 \("):
+        found(dataclasses.replace(HOST, gpus=("0", "1")))
