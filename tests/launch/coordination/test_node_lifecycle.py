@@ -39,7 +39,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def spec_of(name: str, part: str = "", **options: Any) -> NodeSpec:
-    return NodeSpec(name + part, name.partition("/")[0], 0, 1, lp.PyNode(print), lp.Resources(), **options)
+    label, _, index = name.partition("/")
+    return NodeSpec(name + part, label, int(index), 1, lp.PyNode(print), lp.Resources(), **options)
 
 
 def states(lifecycles: NodeLifecycles) -> list[NodeState]:
