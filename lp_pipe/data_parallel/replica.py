@@ -25,7 +25,7 @@ from lp_pipe.errors import DataParallelError, NotSupported
 from lp_pipe.pipeline.layers.model import LossWeight
 from lp_pipe.private_torch import pytree
 from lp_pipe.training.rng import PausableRng
-from lp_pipe.training.state_shards import refuse_not_elementwise
+from lp_pipe.training.state_shards import refuse_fused_on_cpu, refuse_not_elementwise
 
 if TYPE_CHECKING:  # torch's FSDP2 takes a second to import
     from lp_pipe.data_parallel.sharded_model import ShardedModel
@@ -186,8 +186,8 @@ class Replica(NormalizesBatches):
 
         Raises:
             DataParallelError: parameters of the optimizer are not the model's, or the workers' models differ.
-            NotSupported: zero is 2 or 3; or 1, and the optimizer does not treat elements independently, or workers may
-                change and mirror_every is above 1.
+            NotSupported: zero is 2 or 3; or 1, and the optimizer does not treat elements independently or is fused on
+                the CPU, or workers may change and mirror_every is above 1.
         """
         if zero in (2, 3):
             raise NotSupported(f"replica.optimizer(zero={zero}): zero is 0 or 1 here, and 2 and 3 are replica.shard's")
@@ -212,6 +212,7 @@ class Replica(NormalizesBatches):
             zero = sharded.zero
         if zero:
             refuse_not_elementwise(optimizer, f"zero={zero}")
+            refuse_fused_on_cpu(optimizer, f"zero={zero}")
         if self._workers.options.is_async:
             if zero:
                 raise NotSupported(f"zero={zero} with mode='async': the servers have the optimizer's state; use zero=0")

@@ -62,6 +62,22 @@ def refuse_not_elementwise(optimizer: torch.optim.Optimizer, option: str) -> Non
         raise NotSupported(f"{option} with {kind.__name__}, which has a state_dict() of its own: use zero=0")
 
 
+def refuse_fused_on_cpu(optimizer: torch.optim.Optimizer, option: str, *, is_offloaded: bool = False) -> None:
+    """Refuse a fused update of shards by the CPU, which would depend on where the shards begin.
+
+    torch's kernel rounds the last elements of a tensor, which do not fill a vector of the processor, otherwise.
+
+    Raises:
+        NotSupported: names the optimizer.
+    """
+    for group in optimizer.param_groups:
+        if group.get("fused") and (is_offloaded or any(parameter.is_cpu for parameter in group["params"])):
+            raise NotSupported(
+                f"{option} with {type(optimizer).__name__}(fused=True) on the CPU: its results depend on how "
+                f"parameters are divided: leave out fused=True, or {option}"
+            )
+
+
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer is known to treat every element independently."""
     kind = type(optimizer)

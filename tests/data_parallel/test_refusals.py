@@ -61,6 +61,10 @@ def whole_parameters(replica: dp.Replica) -> None:
     replica.optimizer(torch.optim.Adafactor(build().parameters()), build(), zero=1)
 
 
+def fused(replica: dp.Replica) -> None:
+    replica.optimizer(torch.optim.AdamW(build().parameters(), fused=True), build(), zero=1)
+
+
 def other_call(replica: dp.Replica) -> None:
     if replica.rank:
         replica.broadcast(torch.zeros(2))
@@ -90,6 +94,7 @@ def late_gradient(replica: dp.Replica) -> None:
         (no_state, "DataParallelError", "model"),
         (zero, "NotSupported", "zero=2"),
         (whole_parameters, "NotSupported", "Adafactor"),
+        (fused, "NotSupported", "AdamW.*fused"),
         (late_gradient, "DataParallelError", "shards"),
     ],
 )

@@ -1,5 +1,6 @@
 """Replicas that divide optimizer state, gradients and parameters (zero=1, 2, 3) train to the bits of a plain loop."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +199,14 @@ def test_sixteen_microbatches_make_one_reduction(monkeypatch: pytest.MonkeyPatch
         assert calls == expected * 2  # by each replica
 
 
-def test_an_optimizer_that_needs_whole_parameters_is_refused_by_name() -> None:
-    model = without_batch_norm(optimizer=torch.optim.Adafactor, lr_scheduler=None)
+@pytest.mark.parametrize(
+    ("optimizer", "word"),
+    [(torch.optim.Adafactor, "Adafactor"), (partial(torch.optim.Adam, fused=True), "fused")],
+)
+def test_an_optimizer_that_depends_on_the_shards_is_refused_by_name(optimizer: Any, word: str) -> None:
+    model = without_batch_norm(optimizer=optimizer, lr_scheduler=None)
     program = lp.Program("zero")
     pp.add_pipeline(program, model, stages=1, replicas=2, microbatches=4, zero=1)
-    with pytest.raises(lp.NodeError, match="Adafactor") as failed:
+    with pytest.raises(lp.NodeError, match=word) as failed:
         lp.launch(program, "thread").wait(timeout=60)
     assert failed.value.type_name == "NotSupported"

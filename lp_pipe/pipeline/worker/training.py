@@ -37,7 +37,7 @@ from lp_pipe.training.resume_checks import (
     refuse_other_scheduler,
 )
 from lp_pipe.training.rng import generators_locked, optimizer_place, step_rng
-from lp_pipe.training.state_shards import StateShards, refuse_not_elementwise
+from lp_pipe.training.state_shards import StateShards, refuse_fused_on_cpu, refuse_not_elementwise
 from lp_pipe.training.tensor_parts import Box, TensorPart, boxes_of_range, memory_order
 
 
@@ -75,6 +75,8 @@ class Training:
                 self._optimizer = make_optimizer(optimizer, self._parameters)
             if shards is not None:
                 refuse_not_elementwise(self._optimizer, f"zero={shards.zero}" if shards.zero else "offload='cpu'")
+                if shards.zero:
+                    refuse_fused_on_cpu(self._optimizer, f"zero={shards.zero}", is_offloaded=is_offloaded)
                 if is_offloaded and any(group.get("capturable") for group in self._optimizer.param_groups):
                     raise NotSupported("offload='cpu' with capturable=True: the update runs on the CPU: leave it out")
                 self._states = StateShards(self._optimizer, shards.own(), is_offloaded=is_offloaded)
