@@ -156,7 +156,9 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def gathered_state(self, *, keeps: bool) -> dict[str, Any]:
         """Return the state of all workers' shards; all workers call this. keeps: whether this worker needs it."""
         states = gathered_states(self._workers, self._parameters(), self._own_states(), keeps=keeps)
-        return {**self.inner.state_dict(), "state": {index: state for index, state in enumerate(states) if state}}
+        grouped = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
+        placed = [on_device_of(one, state, group) for (group, one), state in zip(grouped, states, strict=True)]
+        return {**self.inner.state_dict(), "state": {index: state for index, state in enumerate(placed) if state}}
 
     def _own_states(self) -> Mapping[nn.Parameter, OwnShardState]:
         return {} if self._shards is None else self._shards.states()

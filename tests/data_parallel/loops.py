@@ -106,11 +106,16 @@ def accumulate(
 
 
 def plain_loop(
-    steps: int, replicas: int, microbatches: int = 1, clip: float | None = 0.5, device: str = "cpu"
+    steps: int,
+    replicas: int,
+    microbatches: int = 1,
+    clip: float | None = 0.5,
+    device: str = "cpu",
+    fused: bool | None = None,
 ) -> tuple[Net, torch.optim.Optimizer]:
     """Train in one plain loop."""
     model = build().to(device)
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, fused=fused)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     for step in range(steps):
         configure(step, model)
@@ -132,6 +137,7 @@ def train(
     clip: float | None = 0.5,
     is_meta: bool = False,
     device: str = "cpu",
+    fused: bool | None = None,
 ) -> None:
     """Train replicated; write what came out as rank{rank}.pt. is_meta: build a sharded model on the meta device."""
     with pp.layer_rng(SEED, 0):
@@ -140,7 +146,7 @@ def train(
         model = model if is_meta else model.to(device)
         if zero >= 2:
             model = replica.shard(model, zero)
-    adam = torch.optim.Adam(model.parameters(), 0.01)
+    adam = torch.optim.Adam(model.parameters(), 0.01, fused=fused)
     options: dict[str, Any] = {"clip_grad_norm": clip, "bucket_bytes": 200, "zero": zero if zero < 2 else 0}
     optimizer = replica.optimizer(adam, model, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)

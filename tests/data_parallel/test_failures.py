@@ -25,6 +25,7 @@ def dying(
     is_killed: bool = False,
     zero: int = 0,
     save_every: int | None = None,
+    device: str = "cpu",
 ) -> None:
     """Train, but die in some step, once; note which shards of the finished steps were computed here."""
     name = lp.context().name
@@ -37,7 +38,7 @@ def dying(
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError("this worker dies")
 
-    model = build()
+    model = build().to(device)
     optimizer = replica.optimizer(
         torch.optim.Adam(model.parameters(), 0.01), model, zero=zero, clip_grad_norm=0.5, bucket_bytes=200
     )
@@ -48,7 +49,7 @@ def dying(
     for step in replica.steps(STEPS, save_every, model=model, optimizer=optimizer, scheduler=scheduler):
         model.inner.requires_grad_(step % 4 != 2)
         replicas = []
-        for shard in replica.shards(batch(step)):
+        for shard in replica.shards(batch(step, device)):
             (F.cross_entropy(model(shard.input), shard.target) * shard.weight).backward()
             replicas.append(shard.replica)
             die_at(step, "shard")

@@ -11,11 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import tree_flatten_with_path
 
 import lp_pipe as lp
 import lp_pipe.data_parallel as dp
 import lp_pipe.pipeline as pp
 from tests.data_parallel.loops import SEED, differences, plain_loop, train
+from tests.data_parallel.test_failures import STEPS as DYING_STEPS
+from tests.data_parallel.test_failures import dying
 from tests.gpu.peers import DEVICE
 from tests.pipeline.plain_loop import (
     PlainLoop,
@@ -86,6 +90,25 @@ def test_training_is_resumed_by_other_workers_with_another_zero(tmp_path: Path) 
             file.unlink()
 
 
+def test_what_a_kernel_reads_of_the_state_stays_on_the_gpu(tmp_path: Path) -> None:
+    """The counts of steps of a fused Adam, in updates, checkpoints and the whole state."""
+    for workers, steps in [(2, 2), (3, STEPS)]:
+        run_replicas("thread", tmp_path, steps, workers=workers, zero=1, fused=True, save_every=2)
+        assert differences(tmp_path, *plain_loop(steps, 4, 2, device=DEVICE, fused=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("on_failure", "place", "deaths"),
+    [("shrink", "exchange", {"replicas/0": 4, "replicas/3": 9}), ("restart", "shard", {"replicas/1": 5})],
+)
+def test_dead_workers_lose_no_shard(on_failure: str, place: str, deaths: dict[str, int], tmp_path: Path) -> None:
+    program = lp.Program("replicas")
+    options = {"replicas": 5, "workers": 4, "seed": SEED, "on_failure": on_failure}
+    dp.add_replicas(program, dying, str(tmp_path), deaths, place, zero=1, device=DEVICE, **options)
+    lp.launch(program, mode="thread", run_dir=tmp_path / "run").wait(WITHIN_S)
+    assert differences(tmp_path, *plain_loop(DYING_STEPS, 5, device=DEVICE)) == []
+
+
 def reduces(replica: dp.Replica, folder: str) -> None:
     """Call torch.distributed with tensors of a GPU; write what came out."""
     group = replica.process_group
@@ -121,7 +144,7 @@ class OptimizerOnHost:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups
+        return [{"params": list(self._copies)}]
 
     def zero_grad(self) -> None:
         for parameter in self._copies:
@@ -189,11 +212,40 @@ def test_replicas_of_a_stage_divide_their_state(mode: str, options: dict[str, An
         ("thread", {"zero": 0, "stages": [4], "replicas": (1, 2), "clip_grad_norm": 0.1}),
         ("thread", {"zero": 1, "stages": [], "replicas": (2,)}),
         ("thread", {"zero": 3, "stages": [], "replicas": (2,), "precision": "bf16"}),
+        ("thread", {"zero": 0, "stages": [], "replicas": (1,), "precision": "fp16", "clip_grad_norm": 0.1}),
         ("process", {"zero": 2, "stages": [], "replicas": (2,), "clip_grad_norm": 0.1}),
     ],
 )
 def test_stages_update_on_the_host(mode: str, options: dict[str, Any], tmp_path: Path) -> None:
     check_steps_and_checkpoint(mode, tmp_path, offload="cpu", **options)
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint, the optimizer's state among them."""
+    dcp_to_torch_save(folder, folder / "whole.pt")
+    leaves, _ = tree_flatten_with_path(torch.load(folder / "whole.pt", weights_only=False))
+    return {str(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def test_a_checkpoint_is_loaded_with_and_without_offload(tmp_path: Path) -> None:
+    model = without_batch_norm()
+    ways: list[dict[str, Any]] = [
+        {"offload": "cpu", "replicas": 2, "zero": 1},
+        {"replicas": 2, "zero": 3},
+        {"offload": "cpu"},
+        {"device": "cpu"},
+    ]
+    for number, options in enumerate(ways):
+        given = {"stages": 1, "microbatches": 2, "device": DEVICE, **options}
+        with launched("thread", model, BATCHES, **given) as pipeline:
+            if number:
+                pipeline.load(tmp_path / str(number - 1))
+                pipeline.save(tmp_path / "loaded")
+                found, saved = (tensors_in(tmp_path / name) for name in ("loaded", str(number - 1)))
+                assert_same_state(found, saved)
+                assert len([name for name in found if "exp_avg" in name]) > 4
+            pipeline.step(BATCHES[number])
+            pipeline.save(tmp_path / str(number))
 
 
 def double_by_data(modules: dict[str, nn.Module]) -> None:
@@ -236,6 +288,14 @@ def gpu_bytes_after_steps(**options: Any) -> int:
         pipeline.fingerprint()  # what the worker still holds of the last step's messages is gone
         gc.collect()
         return torch.cuda.memory_allocated() - before
+
+
+@pytest.mark.parametrize(("zero", "bytes_per_parameter"), [(1, 16), (2, 20), (3, 16)])
+def test_two_replicas_have_their_shards_in_the_gpus_memory(zero: int, bytes_per_parameter: int) -> None:
+    """Between steps there are parameters, Adam's 8 bytes, and with 2 and 3 room for the gradients of the shards."""
+    found = gpu_bytes_after_steps(replicas=2, zero=zero) / (2 * (WIDTH * WIDTH + WIDTH))
+    undivided = 2 * 12
+    assert 0.9 * bytes_per_parameter < found < bytes_per_parameter + 3.5 < undivided, f"{found} bytes per parameter"
 
 
 def test_offload_leaves_the_optimizers_state_out_of_the_gpus_memory() -> None:
