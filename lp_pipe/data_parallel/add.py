@@ -279,9 +279,9 @@ def _check_mode(mode: str, backend: Any) -> None:
 def _check_async_failure(options: ReplicaOptions) -> None:
     if options.on_failure == "shrink" or options.least < options.most:
         raise NotSupported(
-            f"mode='async' with on_failure={options.on_failure!r} and {options.least} to {options.most} workers: each "
-            "worker has its own steps, which no other one takes over; use on_failure='restart' and a fixed number of "
-            "workers"
+            f"mode='async' with on_failure={options.on_failure!r} and {options.least} to {options.most} workers: a "
+            "dead worker leaves steps that the others, whose loops may be further, cannot go back to; use "
+            "on_failure='restart' and a fixed number of workers"
         )
 
 

@@ -27,7 +27,7 @@ from lp_pipe.data_parallel.parameter_store import (
     parameters_of,
 )
 from lp_pipe.data_parallel.training_state import TrainingState, options_of
-from lp_pipe.data_parallel.workers import ReplicaWorkers, TrainingHasEnded
+from lp_pipe.data_parallel.workers import ReplicaWorkers, TrainingHasEnded, hosted_replicas
 from lp_pipe.errors import CheckpointError, DataParallelError, NotSupported, Unavailable
 from lp_pipe.private_torch import pytree
 from lp_pipe.training.state_shards import OwnShardState, flat, is_dense, joined
@@ -162,15 +162,16 @@ class AsyncParameters:
             for place in range(servers.count)
         ]
 
-    def begin(self, applied: Mapping[int, int]) -> None:
+    def begin(self, applied: Mapping[int, int], last_steps: Mapping[int, int]) -> None:
         """Give the servers the optimizer, unless they have it; it has no state here from then on.
 
-        applied: the number of applied gradients, by rank.
+        applied: the number of applied gradients, and last_steps: the step of the last one, by rank.
         """
         for place, shards in enumerate(self._shards):
             server: Any = self._servers.clients[place]
             optimizer = self._optimizer_over(shards, place)
-            server.begin(self._number, optimizer, applied, self._compression, self._servers.mirror_of(place))
+            mirror = self._servers.mirror_of(place)
+            server.begin(self._number, optimizer, applied, last_steps, self._compression, mirror)
         self._optimizer.state.clear()
 
     def apply_gradients(self, step: int) -> None:
@@ -178,7 +179,7 @@ class AsyncParameters:
         options = [_servers_options(group) for group in self._optimizer.param_groups]
         whole = [_in_order_of(parameter) for parameter in self._parameters]
         sent = [
-            Gradient(self._number, self._rank, self.gradients, options, self._forms(whole, place))
+            Gradient(self._number, self._rank, self.gradients, step, options, self._forms(whole, place))
             for place in range(self._servers.count)
         ]
         self.gradients += 1
@@ -268,7 +269,9 @@ class AsyncTraining:
         self._state = state
         self._servers = ParameterServers(workers)
         self._parameters: dict[ReplicaOptimizer, AsyncParameters] = {}
-        self._saved = SavedWorkers()
+        self._saved = SavedWorkers(workers.options.replicas)
+        self._first_steps: dict[int, int] = {}  # by replica, of whose gradients servers already have some
+        self._restored_step = -1
         self._has_begun = False
         self._notes_steps = False
         self._notes: list[Future[Any]] = []
@@ -288,13 +291,17 @@ class AsyncTraining:
         progress = min(
             self._servers.call_all(lambda store: store.progress_of(rank)), key=lambda progress: progress.step
         )
-        self._state.step = progress.step
+        self._state.step, self._first_steps = progress.step, progress.first_steps or {}
         self._state.load_beside_parameters(progress.state)
         for optimizer, gradients in zip(optimizers, progress.gradients, strict=True):
             self._parameters[optimizer].gradients = gradients
             self._parameters[optimizer].take_newest()
             optimizer.inner.state.clear()
         self._state.is_trained = self._has_begun = True
+
+    def makes_gradient_of(self, replica: int) -> bool:
+        """Return whether the servers have not had a replica's gradient of this step before the training was resumed."""
+        return self._state.step >= self._first_steps.get(replica, 0)
 
     def apply_gradients(self, optimizer: ReplicaOptimizer, step: int) -> None:
         """Let the servers apply this worker's gradients, and take the newest parameters."""
@@ -312,19 +319,25 @@ class AsyncTraining:
         self._notes = [client.futures.note_progress(rank, progress) for client in self._servers.clients]
 
     def save(self) -> None:
-        """Save a checkpoint of what all servers have applied at one moment; for rank 0."""
+        """Save a checkpoint of what all servers have applied at one moment; for rank 0.
+
+        Where rank 0 has steps of slower workers to make up for, there is a newer one until it has.
+        """
+        if self._state.step <= self._restored_step:
+            return
         cuts = self._cut()
         optimizers = list(self._parameters)
         try:
             for optimizer in optimizers:
                 self._parameters[optimizer].take_cut(cuts)
             applied = [dict(cuts[0].applied[number]) for number in range(len(optimizers))]
+            last_steps = [dict(cuts[0].last_steps[number]) for number in range(len(optimizers))]
             places: dict[int, WorkerProgress] = {}
             for cut in cuts:
                 for rank, progress in cut.progress.items():
                     if rank not in places or progress.step > places[rank].step:
                         places[rank] = progress
-            self._saved.applied, self._saved.places = applied, places
+            self._saved.applied, self._saved.last_steps, self._saved.places = applied, last_steps, places
             self._state.save()
         finally:
             for optimizer in optimizers:
@@ -358,13 +371,14 @@ class AsyncTraining:
         if found is None:
             number = self._state.optimizers.index(optimizer)
             found = AsyncParameters(optimizer.inner, number, self._workers, self._servers)
-            found.begin({})
+            found.begin({}, {})
             self._parameters[optimizer] = found
         return found
 
     def _progress(self) -> WorkerProgress:
         gradients = tuple(self._of(optimizer).gradients for optimizer in self._state.optimizers)
-        return WorkerProgress(self._state.step, gradients, _on_host(self._state.beside_parameters()))
+        state = _on_host(self._state.beside_parameters())
+        return WorkerProgress(self._state.step, gradients, state, self._first_steps or None)
 
     def _open_servers(self, *, is_first: bool) -> None:
         """Return once all servers let workers train. is_first: this worker gives them what they begin with.
@@ -402,22 +416,25 @@ class AsyncTraining:
 
     def _give_servers_their_state(self) -> None:
         """Give the servers the parameters of a checkpoint or of this worker, and tell them where workers begin."""
-        workers = self._workers.membership.world_size
+        workers, saved, count = self._workers.membership.world_size, self._saved, len(self._state.optimizers)
         self._state.restore()
-        applied, places = self._saved.applied, self._saved.places
+        none_applied: list[dict[int, int]] = [{} for _ in range(count)]
+        applied, last_steps, places = none_applied, none_applied, saved.places
         if not places:
-            applied = [{} for _ in self._state.optimizers]
             beside = _on_host(self._state.beside_parameters())
-            first = WorkerProgress(self._state.step, (0,) * len(applied), beside)
-            places = dict.fromkeys(range(workers), first)
-        if len(places) != workers or len(applied) != len(self._state.optimizers):
+            places = dict.fromkeys(range(workers), WorkerProgress(self._state.step, (0,) * count, beside))
+        elif len(saved.applied) != count:
             raise CheckpointError(
-                f"the checkpoint is of {len(places)} asynchronous workers with {len(applied)} optimizers, and there "
-                f"are {workers} with {len(self._state.optimizers)}: each goes on with its own steps, so resume with "
-                f"workers={len(places)}"
+                f"the checkpoint is of {len(saved.applied)} optimizers that train asynchronously, and there are {count}"
             )
-        for parameters, counts in zip(self._parameters.values(), applied, strict=True):
-            parameters.begin(counts)
+        elif len(places) != workers:
+            places = saved.dealt(workers)
+        else:
+            applied, last_steps = saved.applied, saved.last_steps or none_applied
+        if saved.places:
+            self._restored_step = self._state.step
+        for parameters, counts, steps in zip(self._parameters.values(), applied, last_steps, strict=True):
+            parameters.begin(counts, steps)
         for client in cast(list[Any], self._servers.clients):
             client.open(places)
 
@@ -450,19 +467,61 @@ class AsyncTraining:
 class SavedWorkers:
     """The workers' places in their loops, as a part of checkpoints.
 
-    applied: by optimizer, the number of each rank's gradients that the parameters contain.
+    applied: by optimizer, the number of each rank's gradients that the parameters contain. last_steps: by optimizer,
+    the step of each rank's last one; empty in checkpoints of lp_pipe before 26 November 2026.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
         self.applied: list[dict[int, int]] = []
+        self.last_steps: list[dict[int, int]] = []
         self.places: dict[int, WorkerProgress] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"applied": self.applied, "places": {rank: tuple(place) for rank, place in self.places.items()}}
+        places = {rank: tuple(place) for rank, place in self.places.items()}
+        return {"applied": self.applied, "last_steps": self.last_steps, "places": places}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.applied = state["applied"]
+        self.applied, self.last_steps = state["applied"], state.get("last_steps", [])
         self.places = {rank: WorkerProgress(*place) for rank, place in state["places"].items()}
+
+    def dealt(self, workers: int) -> dict[int, WorkerProgress]:
+        """Return the places of another number of workers, by rank.
+
+        Each goes on where the slowest of the workers was whose replicas it hosts, and leaves out what others have made.
+
+        Raises:
+            CheckpointError: the checkpoint is of a moment inside a step, of which it has a part.
+        """
+        hosts: dict[int, WorkerProgress] = {}
+        first_steps: dict[int, int] = {}
+        for rank, place in self.places.items():
+            first = self._first_step(rank, place)
+            for replica in hosted_replicas(rank, len(self.places), self._replicas):
+                hosts[replica] = place
+                first_steps[replica] = max(first, (place.first_steps or {}).get(replica, 0))
+        found = {}
+        for rank in range(workers):
+            own = hosted_replicas(rank, workers, self._replicas)
+            slowest = min((hosts[replica] for replica in own), key=lambda place: place.step)
+            no_gradients = (0,) * len(self.applied)
+            found[rank] = slowest._replace(
+                gradients=no_gradients, first_steps={replica: first_steps[replica] for replica in own}
+            )
+        return found
+
+    def _first_step(self, rank: int, place: WorkerProgress) -> int:
+        """Return the first step of a worker whose gradient the parameters do not contain."""
+        ahead = [counts.get(rank, 0) - made for counts, made in zip(self.applied, place.gradients, strict=True)]
+        if not any(ahead):
+            return place.step
+        after = self.last_steps[0][rank] + 1 if self.last_steps else -1
+        if len(ahead) > 1 or after - place.step != ahead[0]:
+            raise CheckpointError(
+                f"the checkpoint has a part of step {place.step} of the asynchronous worker of rank {rank}, so only "
+                f"that one can go on with it: resume with workers={len(self.places)}"
+            )
+        return after
 
 
 def _on_host(values: Any) -> Any:

@@ -29,6 +29,7 @@ class Gradient(NamedTuple):
     """A worker's gradient of one server's shards.
 
     optimizer: its number, the same on all workers. number: of the gradient, among this worker's for this optimizer.
+    step: of the worker's loop.
     options: of the optimizer's groups, as the worker has them now.
     forms: by parameter: a tensor, or the tensors of its compressed form; None: the parameter has no gradient.
     """
@@ -36,6 +37,7 @@ class Gradient(NamedTuple):
     optimizer: int
     rank: int
     number: int
+    step: int
     options: list[dict[str, Any]]
     forms: list[list[Tensor] | None]
 
@@ -59,11 +61,13 @@ class WorkerProgress(NamedTuple):
 
     step: the next one. gradients: by optimizer, how many the worker has made before that step.
     state: of all that servers do not hold, such as schedulers and buffers.
+    first_steps: by replica, the first step whose gradient is still to be made; None: of all it is this one.
     """
 
     step: int
     gradients: tuple[int, ...]
     state: dict[str, Any]
+    first_steps: dict[int, int] | None = None
 
 
 class MirrorPlace(NamedTuple):
@@ -77,21 +81,26 @@ class MirrorPlace(NamedTuple):
 class StoreCut(NamedTuple):
     """A server's state at a moment at which all servers have applied the same gradients.
 
-    parameters, states: by optimizer, those of each shard. applied: by optimizer and rank.
+    parameters, states: by optimizer, those of each shard. applied, last_steps: by optimizer and rank.
     """
 
     parameters: dict[int, list[Tensor]]
     states: dict[int, list[dict[str, Any]]]
     applied: dict[int, dict[int, int]]
+    last_steps: dict[int, dict[int, int]]
     progress: dict[int, WorkerProgress]
 
 
 @dataclass
 class HeldOptimizer:
-    """An optimizer over a server's shards. applied: the number of applied gradients, by the workers' ranks."""
+    """An optimizer over a server's shards.
+
+    applied: the number of applied gradients, and last_steps: the step of the last one, by the workers' ranks.
+    """
 
     optimizer: torch.optim.Optimizer
     applied: dict[int, int]
+    last_steps: dict[int, int]
     version: int = 0
 
 
@@ -147,12 +156,13 @@ class ParameterStore:
         number: int,
         optimizer: torch.optim.Optimizer,
         applied: Mapping[int, int],
+        last_steps: Mapping[int, int],
         compression: Compression | None,
         mirror: MirrorPlace | None,
     ) -> None:
         """Take an optimizer over this server's shards, unless one with this number is there."""
         if number not in self._state.held:
-            self._state.held[number] = HeldOptimizer(optimizer, dict(applied))
+            self._state.held[number] = HeldOptimizer(optimizer, dict(applied), dict(last_steps))
             self._state.compression = compression
             self._mirror = mirror
             await self._changed(at_once=True)
@@ -259,7 +269,8 @@ class ParameterStore:
             number: [dict(held.optimizer.state.get(one, {})) for one in parameters_of(held.optimizer)]
             for number, held in self._state.held.items()
         }
-        return StoreCut(parameters, states, limit, dict(self._state.progress))
+        last_steps = {number: dict(held.last_steps) for number, held in self._state.held.items()}
+        return StoreCut(parameters, states, limit, last_steps, dict(self._state.progress))
 
     async def resume(self) -> None:
         """Let gradients come again."""
@@ -314,6 +325,7 @@ class ParameterStore:
         for parameter in parameters_of(held.optimizer):
             parameter.grad = None  # else mirrors would have them
         held.applied[gradient.rank] = gradient.number + 1
+        held.last_steps[gradient.rank] = gradient.step
         held.version += 1
         self._changes.notify()
 

@@ -152,7 +152,8 @@ class Replica(NormalizesBatches):
         hosted = self._workers.replicas
         if self._sharded_models:
             return self._shards(with_placeholders(found, hosted, self._workers.exchange.slots, loss_weight))
-        return self._shards([shard for shard in found if shard.replica in hosted])
+        makes = self.own_steps.makes_gradient_of
+        return self._shards([shard for shard in found if shard.replica in hosted and makes(shard.replica)])
 
     @contextlib.contextmanager
     def computing(self, step: int) -> Iterator[None]:

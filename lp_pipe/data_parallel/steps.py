@@ -173,6 +173,10 @@ class ReplicaSteps:
         """Whether this step will not be dropped, as far as is known."""
         return self._now is None or self._now.has_values
 
+    def makes_gradient_of(self, replica: int) -> bool:
+        """Return whether a hosted replica takes part in this step."""
+        return self._async is None or self._async.makes_gradient_of(replica)
+
     def select(self, replica: int, *, is_last: bool) -> None:
         """Let the next backwards belong to a replica. is_last: no shard of this replica comes after."""
         self._open().fires_at_call = None

@@ -162,6 +162,41 @@ def test_a_checkpoint_has_each_gradient_once(launched: Any, tmp_path: Path) -> N
     assert len([*(tmp_path / "steps0").open()]) < 3 * 8
 
 
+def train_by_replica(replica: dp.Replica, folder: str, steps: int, dies_at: int | None = None) -> None:
+    """Train a model whose final parameters are minus the sum of all replicas' gradients; odd ranks are slow."""
+    model = nn.Linear(3, 5, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = replica.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    ones = torch.ones(replica.num_replicas, 3)
+    for step in replica.steps(steps, 2, model=model, optimizer=optimizer, scheduler=scheduler):
+        for shard in replica.shards((ones, ones), 1, "one"):
+            (model(shard.input).sum() * 2**shard.replica).backward()
+            time.sleep(0.004 * (1 + 3 * (replica.rank % 2)))
+        optimizer.step()
+        scheduler.step()
+        if replica.rank == 0 and step == dies_at:
+            raise OSError("this worker dies")
+    torch.save(model.state_dict(), Path(folder) / f"{replica.rank}.pt")
+
+
+def test_another_number_of_workers_goes_on_from_a_checkpoint(launched: Any, tmp_path: Path) -> None:
+    for workers, dies_at in ((4, 5), (2, 8), (3, None)):
+        program = lp.Program("async")
+        options = {"replicas": 4, "workers": workers, "backend": dp.Servers(2), "mode": "async"}
+        dp.add_replicas(program, train_by_replica, str(tmp_path), 12, dies_at, **options)
+        run = launched(program, run_dir=tmp_path / "run")
+        if dies_at is None:
+            run.wait(WITHIN_S)
+            continue
+        with pytest.raises(lp.NodeError):
+            run.wait(WITHIN_S)
+    expected = -sum(2**replica * 0.5 ** (step // 4) for replica in range(4) for step in range(12))
+    for rank in range(3):
+        found = torch.load(tmp_path / f"{rank}.pt")["weight"]
+        assert torch.equal(found, torch.full((5, 3), expected)), (rank, expected, found)
+
+
 KILLS = [["replicas-servers"], ["replicas"], ["replicas-servers", "replicas"]]
 
 
