@@ -272,7 +272,7 @@ def test_what_a_function_writes_to_parameters_reaches_the_hosts_copies() -> None
     assert_same_state(found, plain.state_dict())
 
 
-WIDTH = 4096
+WIDTH = 6144
 
 
 def gpu_bytes_after_steps(**options: Any) -> int:
@@ -295,7 +295,7 @@ def test_two_replicas_have_their_shards_in_the_gpus_memory(zero: int, bytes_per_
     """Between steps there are parameters, Adam's 8 bytes, and with 2 and 3 room for the gradients of the shards."""
     found = gpu_bytes_after_steps(replicas=2, zero=zero) / (2 * (WIDTH * WIDTH + WIDTH))
     undivided = 2 * 12
-    assert 0.9 * bytes_per_parameter < found < bytes_per_parameter + 3.5 < undivided, f"{found} bytes per parameter"
+    assert 0.9 * bytes_per_parameter < found < bytes_per_parameter + 2.5 < undivided, f"{found} bytes per parameter"
 
 
 def test_offload_leaves_the_optimizers_state_out_of_the_gpus_memory() -> None:
