@@ -73,9 +73,9 @@ class TraceFile:
     def close(self) -> None:
         """Write the predicted timeline, and the end of the file."""
         free_at = 0.0  # a predicted step may take longer than the real one, which computes with fewer neighbours
-        for timeline, began in self._predicted():
+        for step, timeline, began in self._predicted():
             began = max(began, free_at)
-            self._write_timeline(timeline, began)
+            self._write_timeline(step, timeline, began)
             free_at = began + timeline.makespan
         self._file.write(b"\n]}\n")
         self._file.close()
@@ -102,18 +102,18 @@ class TraceFile:
             count = self._stashed[pid] = max(0, self._stashed.get(pid, 0) + change)
             self._write({"ph": "C", "name": "stashed", "pid": pid, "ts": end / 1e3, "args": {"microbatches": count}})
 
-    def _predicted(self) -> Iterable[tuple[Timeline, float]]:
-        """Yield the timeline of each complete step, as the same actions would run without any delay."""
+    def _predicted(self) -> Iterable[tuple[int, Timeline, float]]:
+        """Yield each complete step, its timeline (the same actions without any delay), and its begin."""
         began = {step: when for steps in self._steps.values() for step, when in steps.items()}
         for step, by_node in sorted(self._actions.items()):
             if step not in began:
                 continue
             try:
-                yield _without_delays(by_node), began[step]
+                yield step, _without_delays(by_node), began[step]
             except (ValueError, KeyError):  # replicas, or a step of which a part is missing: not one whole schedule
                 continue
 
-    def _write_timeline(self, timeline: Timeline, began: float) -> None:
+    def _write_timeline(self, step: int, timeline: Timeline, began: float) -> None:
         if _PREDICTED not in self._pids.values():
             self._pids["predicted"] = _PREDICTED
             self._write_name("process_name", _PREDICTED, 0, "predicted")
@@ -122,7 +122,7 @@ class TraceFile:
         for worker, spans in enumerate(timeline.spans):
             for action, start_s, end_s in spans:
                 start, end = (round((began + one) * 1e9) for one in (start_s, end_s))
-                args = {"stage": action.stage, "microbatch": action.microbatch}
+                args = {"stage": action.stage, "microbatch": action.microbatch, "step": step}
                 self._write_span(WORDS[action.op], "predicted", (_PREDICTED, worker), start, end, args)
 
     def _write_span(

@@ -162,6 +162,7 @@ def test_the_predicted_timeline_has_the_same_actions_without_delays(tmp_path: Pa
     rows = [[(one["name"], one["ts"] / 1e6 - 0.05) for one in spans if one["tid"] == worker] for worker in (0, 1)]
     assert [[name for name, _ in row] for row in rows] == [["forward"] * 2 + ["backward"] * 2] * 2
     assert [[round(start, 3) for _, start in row] for row in rows] == [[0, 1, 4, 5], [1, 2, 3, 4]]
+    assert len({one["args"]["step"] for one in spans}) == 1
 
 
 def test_steps_that_overlap_or_had_begun_before_are_shown_and_not_counted(tmp_path: Path) -> None:

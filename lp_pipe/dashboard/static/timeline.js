@@ -5,7 +5,6 @@ import { app, ask, post, run } from "./data.js";
 import { WHOLE } from "./chart.js";
 
 const ROW = 22;
-const LEFT = 150;
 const AXIS = 18;
 const KINDS = [["forward", "--ink-0"], ["backward", "--ink-1"], ["transfer", "--ink-2"], ["send", "--ink-2"], ["receive", "--ink-2"],
   ["reduce", "--ink-3"], ["wait", "--line"], ["call", "--ink-4"], ["step", "--ink-5"], ["optim", "--ink-5"]];
@@ -74,8 +73,8 @@ function addChoices(bar, tracks, body, page) {
   all.checked = !tracks.some(hasWork);
   const draw = () => {
     const shown = all.checked ? tracks : tracks.filter(hasWork);
-    const measured = shown.filter((one) => !isPredicted(one)), predicted = shown.filter(isPredicted);
     const step = steps[select.value];
+    const measured = shown.filter((one) => !isPredicted(one)), predicted = ofStep(shown.filter(isPredicted), step);
     const range = step ? [step.low, step.high] : rangeOf(measured);
     const expected = rangeOf(predicted);
     const size = Math.max(range[1] - range[0], predicted.length ? expected[1] - expected[0] : 0);
@@ -105,6 +104,14 @@ function legend(tracks) {
     return h("span", {}, swatch, name);
   });
   return h("p", { class: "inks faint" }, ...items);
+}
+
+// The predicted tracks with the spans of one step. A prediction that was made without a trace is of any step.
+function ofStep(tracks, step) {
+  if (!step) return tracks;
+  const isShown = (span) => span[3].step === undefined || span[3].step === step.step;
+  const found = tracks.map((one) => ({ ...one, spans: one.spans.filter(isShown) }));
+  return found.some((one) => one.spans.length) ? found : [];
 }
 
 const isPredicted = (track) => /predict/i.test(track.process);
@@ -143,10 +150,12 @@ function drawTimeline(title, tracks, range, size, page) {
     return h("div", {}, h("span", { title: `${one.process} ${one.track}` }, nameOf(one, tracks)),
       h("span", { class: "faint" }, `${Math.round(100 * share)} % idle`));
   }));
+  const left = window.innerWidth > 900 ? 250 : 150;
+  names.style.flexBasis = `${left}px`;
   const box = h("section", { class: "timelines" }, h("h3", {}, `${title} · ${((range[1] - range[0]) / 1000).toFixed(1)} ms`),
     h("div", { class: "timeline-box" }, names, canvas), tip);
   const draw = () => {
-    const width = Math.max(200, canvas.parentElement.clientWidth - LEFT), height = tracks.length * ROW + AXIS;
+    const width = Math.max(200, canvas.parentElement.clientWidth - left), height = tracks.length * ROW + AXIS;
     const scale = window.devicePixelRatio || 1;
     canvas.width = width * scale;
     canvas.height = height * scale;
@@ -227,8 +236,9 @@ function busyTime(spans, range) {
   for (const span of spans) {
     if (!isWork(span) || (hasCompute && !isCompute(span) && !/send|reduce|optim|apply/i.test(span[2]))) continue;
     const end = Math.min(range[1], span[0] + span[1]);
-    if (end > until) busy += end - Math.max(span[0], until);
-    until = Math.max(until, end);
+    if (end <= Math.max(span[0], until)) continue;
+    busy += end - Math.max(span[0], until);
+    until = end;
   }
   return busy;
 }
