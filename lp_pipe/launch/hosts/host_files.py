@@ -83,7 +83,9 @@ _lock = threading.Lock()
 
 def local_modules(synced: str = "") -> list[ModuleType]:
     """Return the modules outside the standard library, the installed packages and the folder that was synced."""
-    folders = [*sysconfig.get_paths().values(), *([synced] if synced else [])]
+    # `pip install --target` fills folders of PYTHONPATH, too.
+    targets = [folder for folder in sys.path if any(Path(folder or ".").glob("*.dist-info"))]
+    folders = [*sysconfig.get_paths().values(), *targets, *([synced] if synced else [])]
     installed = {os.path.realpath(path) + os.sep for path in folders}
     return [
         module

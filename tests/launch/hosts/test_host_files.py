@@ -1,15 +1,17 @@
 """Hosts that have a folder of their own in the place of the run's are named at the start."""
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
 
 from lp_pipe.errors import Unavailable
 from lp_pipe.launch.hosts.agent_messages import SeesFile
-from lp_pipe.launch.hosts.host_files import warn_of_hosts_apart
+from lp_pipe.launch.hosts.host_files import local_modules, warn_of_hosts_apart
 from lp_pipe.launch.supervision.peer import Peer
 
 
@@ -54,3 +56,17 @@ def test_a_folder_that_cannot_be_written_to_is_for_others_to_say(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     assert said(caplog, tmp_path / "gone", h1=lambda path: False) == []
+
+
+def test_packages_that_pip_has_put_into_a_folder_of_pythonpath_are_no_modules_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # They traveled by value: cloudpickle itself did, without end, and torch would have.
+    for folder, name in [("packages", "compat_installed"), ("own", "compat_own")]:
+        (tmp_path / folder).mkdir()
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        sys.modules[name].__file__ = str(tmp_path / folder / f"{name}.py")
+    (tmp_path / "packages" / "compat_installed-1.0.dist-info").mkdir()
+    names = {module.__name__ for module in local_modules()}
+    assert "compat_own" in names and "compat_installed" not in names
