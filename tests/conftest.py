@@ -163,8 +163,10 @@ def own_templates(warm_bare_template: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def no_leaks(without_torch: None) -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest, without_torch: None) -> Iterator[None]:
     """Assert after the test that nothing is left which was not there before."""
+    if "warm_bare_template" in request.fixturenames:  # before, even if the test lists it after this one
+        request.getfixturevalue("warm_bare_template")
     with assert_no_leaks():
         yield
 

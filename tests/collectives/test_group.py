@@ -16,6 +16,8 @@ from lp_pipe.collectives.group import Group
 
 WITHIN_S = 20.0
 
+pytestmark = pytest.mark.usefixtures("warm_template")  # which has imported torch, as every node must
+
 
 def program_of(count: int, function: Any, *args: Any, **options: Any) -> lp.Program:
     program = lp.Program("collectives")

@@ -18,6 +18,8 @@ import lp_pipe as lp
 from lp_pipe.collectives.group import Group
 from lp_pipe.collectives.process_group import open_process_group
 
+pytestmark = pytest.mark.usefixtures("warm_template")  # which has imported torch, as every node must
+
 STEPS = 3
 WITHIN_S = 60.0
 

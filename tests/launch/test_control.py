@@ -10,6 +10,8 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.launch.run_records import RunRecord, entries, live_folder, read_record
 
+pytestmark = pytest.mark.usefixtures("warm_bare_template")
+
 PATIENCE_S = 20.0
 
 

@@ -6,6 +6,8 @@ import pytest
 
 import lp_pipe as lp
 
+pytestmark = pytest.mark.usefixtures("warm_bare_template")
+
 WITHIN_S = 20.0
 DEPTH = 3000
 

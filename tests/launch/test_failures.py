@@ -22,6 +22,8 @@ from lp_pipe.errors import ChannelClosed
 from lp_pipe.launch.coordination import coordinator, node_lifecycle
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("warm_bare_template")
+
 WITHIN_S = 20.0
 REPORTED_WITHIN_S = 1.0
 # Two xdist workers, several processes each, on two cores: what the product promises, and what the machine takes.

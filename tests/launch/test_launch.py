@@ -27,6 +27,8 @@ from tests.conftest import Script
 from tests.forking import holds_in_a_fork
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("warm_bare_template")
+
 WITHIN_S = 20.0
 
 
@@ -306,7 +308,7 @@ def test_dereferencing_a_failed_node_is_unavailable(mode: str) -> None:
         run.wait(WITHIN_S)
 
 
-def test_several_programs_at_a_time_are_independent(mode: str) -> None:
+def test_several_programs_at_a_time_are_independent(mode: str, own_templates: None) -> None:
     (first, one), (second, two) = serving(program="first"), serving(program="second")
     run1, run2 = lp.launch(first, mode), lp.launch(second, mode)
     run1.client(one).add(1, 1)
@@ -726,7 +728,7 @@ def test_a_thread_that_does_not_end_is_left_behind_and_named(
     run.wait()
 
 
-def test_a_program_that_has_ended_is_not_kept_in_memory(mode: str) -> None:
+def test_a_program_that_has_ended_is_not_kept_in_memory(mode: str, own_templates: None) -> None:
     # The launcher kept every program's arguments for ever, to be able to say that its servers are gone.
     def launch_once() -> tuple[weakref.ref[Any], lp.CourierHandle]:
         argument = Server()

@@ -12,6 +12,8 @@ from lp_pipe.graph import GraphView
 from lp_pipe.launch.run_records import record_in
 from lp_pipe.telemetry.run_folder import RunFolder
 
+pytestmark = pytest.mark.usefixtures("warm_bare_template")
+
 PATIENCE_S = 30.0
 
 

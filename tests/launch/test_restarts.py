@@ -15,6 +15,8 @@ import pytest
 import lp_pipe as lp
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("warm_bare_template")
+
 WITHIN_S = 20.0
 # Two xdist workers, a hundred processes each, on two cores: what the product promises, and what the machine takes.
 SLACK_S = 2.0

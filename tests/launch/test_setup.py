@@ -11,7 +11,7 @@ import lp_pipe as lp
 
 WITHIN_S = 30.0
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = pytest.mark.usefixtures("warm_bare_template", "no_leaks")
 
 
 known: list[str] = []

@@ -12,6 +12,8 @@ from lp_pipe.launch.tracing import Tracer
 from lp_pipe.telemetry import tracing, waits
 from tests.launch.test_trace_file import check_format, events_of
 
+pytestmark = pytest.mark.usefixtures("warm_bare_template")
+
 WITHIN_S = 30
 
 

@@ -7,6 +7,8 @@ import pytest
 from lp_pipe.launch.run_records import record_in
 from tests.conftest import Script
 
+pytestmark = pytest.mark.usefixtures("warm_bare_template")
+
 PATIENCE_S = 60
 PROGRAM = """
 import sys

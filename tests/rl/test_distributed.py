@@ -17,6 +17,8 @@ from lp_pipe.testing import faults
 from tests.rl.bandit import Bandit, BanditBuilder, config, gone
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("warm_bare_template")
+
 WITHIN_S = 60.0
 
 

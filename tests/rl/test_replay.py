@@ -173,6 +173,7 @@ def test_the_limiter_is_reverbs(limiter: rl.RateLimiter) -> None:
             deletes += 1
 
 
+@pytest.mark.usefixtures("warm_bare_template")
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_calls_wait_for_the_limiter_in_the_order_of_arrival(mode: str) -> None:
     program = lp.Program("replay")

@@ -86,6 +86,7 @@ def test_a_folder_that_is_gone_is_a_warning(tmp_path: Path, caplog: pytest.LogCa
     assert "metrics cannot be written" in caplog.text
 
 
+@pytest.mark.usefixtures("warm_bare_template")
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_a_sink_that_raises_ends_no_node(mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     seen = []
@@ -107,6 +108,7 @@ def test_a_sink_that_raises_ends_no_node(mode: str, tmp_path: Path, caplog: pyte
     assert caplog.text.count("nobody to show it to") == 1
 
 
+@pytest.mark.usefixtures("warm_bare_template")
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_a_program_ends_whatever_its_metrics_file_says_at_the_end(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

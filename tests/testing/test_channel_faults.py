@@ -9,7 +9,6 @@ import torch
 
 import lp_pipe as lp
 from lp_pipe.channels import ChannelHub
-from lp_pipe.launch.processes import template
 from lp_pipe.launched import services_for
 from lp_pipe.pipeline.worker.channel_handle import ChannelHandle, ChannelTarget
 from lp_pipe.testing.plugin import Launched
@@ -47,9 +46,13 @@ class Sending:
 
 
 @pytest.fixture
-def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_torch() -> None:
     """Let templates preload torch, which both nodes need."""
-    monkeypatch.setattr(template, "_WORTH_PRELOADING", ("numpy", "torch"))
+
+
+@pytest.fixture
+def no_leaks(warm_template: None, no_leaks: None) -> None:
+    """As for all tests, but with a template that was there before the test."""
 
 
 @pytest.fixture

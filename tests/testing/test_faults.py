@@ -13,6 +13,8 @@ import pytest
 import lp_pipe as lp
 from lp_pipe.testing.plugin import Launched
 
+pytestmark = pytest.mark.usefixtures("warm_bare_template")
+
 SOON_S = 0.3
 TIMEOUT_S = 1.0  # long enough for a call of two processes that share their cores
 PATIENCE_S = 20.0

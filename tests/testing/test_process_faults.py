@@ -12,7 +12,7 @@ from lp_pipe.testing.plugin import Launched
 SOON_S = 0.3
 PATIENCE_S = 20.0
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = pytest.mark.usefixtures("warm_bare_template", "no_leaks")
 
 
 class Counter:

@@ -21,6 +21,8 @@ from lp_pipe.channels import ChannelHub, open_sender
 from lp_pipe.telemetry.waits import find_standstill
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("warm_template")  # the nodes need torch, for channels
+
 LIMIT_S = 0.3
 PATIENCE_S = 20.0
 
