@@ -145,6 +145,15 @@ class PulledConnection(Connection):
     def attach(self, on_frame: OnFrame, on_close: OnClose) -> None:
         """Set the callbacks, like `start`, but deliver frames only inside `read`."""
 
+    can_read_once = False
+
+    def read_once(self) -> None:
+        """Read once, without waiting. As long as there is more to read, the descriptor is readable.
+
+        Only for connections with `can_read_once`.
+        """
+        raise NotImplementedError
+
     def try_reading(self) -> bool:
         """Make the calling thread the only reader; False when there is a reader, or nothing will be read again."""
         reader = (get_ident(),)

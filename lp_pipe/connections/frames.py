@@ -65,6 +65,11 @@ class Frame(NamedTuple):
     body: Piece = b""
     buffers: Sequence[Any] = ()
 
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of body and buffers, without objects of the same process."""
+        return len(self.body) + sum([buffer.nbytes for buffer in self.buffers if isinstance(buffer, memoryview)])
+
 
 class Header(NamedTuple):
     """A parsed header, with lengths in bytes. `references`: the indices of the buffers that arrive as references."""

@@ -28,7 +28,7 @@ SCHEME = "unix:"
 
 _MAX_PIECES = 512  # below every system's IOV_MAX
 _JOINED_BYTES = 1 << 12  # up to this size one copy costs less than keeping track of the pieces
-_ROOM_BYTES = 1 << 14  # a socket is writable while three quarters of its buffer (208 KiB) are free
+_ROOM_BYTES = 1 << 16  # a socket is writable while three quarters of its buffer (208 KiB) are free
 _RETURN_BYTES = 64  # the largest size of a segment's return
 _ACCEPT_PAUSE_S = 0.1
 _UCRED = struct.Struct("3i")
@@ -77,6 +77,15 @@ class UnixConnection(SocketConnection):
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
         return bool(poll.poll(0))
+
+    can_read_once = True
+
+    def read_once(self) -> None:
+        self._is_inside_read = True
+        try:
+            self._read_once(socket.MSG_DONTWAIT)
+        finally:
+            self._is_inside_read = False
 
     can_resume_sending = True
 

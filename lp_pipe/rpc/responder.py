@@ -9,6 +9,8 @@ from lp_pipe.errors import Unavailable
 from lp_pipe.rpc import codec, remote_error
 from lp_pipe.rpc.pickle_errors import pickle_error
 
+SendLater = Callable[[Connection, Callable[[Frame], None], Frame], bool]
+
 
 class Responder:
     """Sends a result, an error or a stream, then calls `on_end`. A caller that has gone is not an error.
@@ -16,9 +18,11 @@ class Responder:
     server: the node, for messages ("server/0").
     send: sends a frame on the connection.
     before_result: called before a result is sent, because the caller's next call may follow at once.
+    send_later: called with the connection, and a function that sends this frame at last. Returns False if that is to be
+        called at once.
     """
 
-    __slots__ = ("_on_end", "_send_frame", "_server", "before_result", "connection", "id", "method")
+    __slots__ = ("_on_end", "_send_frame", "_server", "before_result", "connection", "id", "method", "send_later")
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class Responder:
         self._on_end = on_end
         self._send_frame = send
         self.before_result: Callable[[], None] | None = None
+        self.send_later: SendLater | None = None
 
     def result(self, value: Any) -> None:
         if self.before_result is not None:
@@ -66,8 +71,7 @@ class Responder:
         if frame.kind == frames.ERROR:
             self._last(frame)
             return False
-        memory = [buffer for buffer in frame.buffers if isinstance(buffer, memoryview)]
-        on_size(len(frame.body) + sum(buffer.nbytes for buffer in memory))
+        on_size(frame.size_bytes)
         is_sent = self._send(frame)
         if not is_sent:
             self._on_end(self)
@@ -91,6 +95,10 @@ class Responder:
         return Frame(frames.ERROR, self.id, body=body)
 
     def _last(self, frame: Frame) -> None:
+        if self.send_later is None or not self.send_later(self.connection, self._finish, frame):
+            self._finish(frame)
+
+    def _finish(self, frame: Frame) -> None:
         try:
             self._send(frame)
         finally:

@@ -20,6 +20,7 @@ from lp_pipe.rpc.batching import BatchedHandler
 from lp_pipe.rpc.daemon_pool import CallerQueue, DaemonPool
 from lp_pipe.rpc.reader_pool import ReaderPool
 from lp_pipe.rpc.responder import Responder
+from lp_pipe.rpc.shared_reader import SharedReader
 from lp_pipe.rpc.stream_consumer import RemoteIterator
 from lp_pipe.rpc.stream_producer import InProgress, ThreadStream
 from lp_pipe.telemetry import waits
@@ -40,6 +41,8 @@ class Server:
 
     thread_pool_size: handlers run in exactly this many threads; 0: inline, in the connection's thread (the fastest, for
         handlers that return at once).
+    has_shared_reader: of inline handlers: one thread reads all connections from this host, since all handlers return at
+        once. Otherwise each connection has a thread, and a handler that waits holds up no other caller.
     name: the node, for messages ("server/0").
     caller_queue: runs the handlers instead of threads of the server's own; `close` runs what is left of them.
     has_lost_state: the target takes part in checkpoints, and the process that had its state has died. Until
@@ -56,6 +59,7 @@ class Server:
         endpoint: str,
         *,
         thread_pool_size: int = 16,
+        has_shared_reader: bool = False,
         name: str = "",
         caller_queue: CallerQueue | None = None,
         has_lost_state: bool = False,
@@ -71,6 +75,8 @@ class Server:
         self._pool: ReaderPool | DaemonPool | CallerQueue = (
             self._reader_pool or caller_queue or DaemonPool(thread_pool_size or _STREAM_THREADS, f"call {self._name}")
         )
+        is_shared = has_shared_reader and not thread_pool_size and has_epoll()
+        self._shared_reader = SharedReader(f"read for {self._name}", self._node) if is_shared else None
         self._send = self._reader_pool.send if self._reader_pool is not None else _send
         self._loop: LoopThread | None = None
         self._is_quick: dict[str, bool] = {}
@@ -110,6 +116,8 @@ class Server:
             if self._loop is not None:
                 self._loop.close()
         self._pool.close()
+        if self._shared_reader is not None:
+            self._shared_reader.close()
 
     def _refuse_what_has_not_begun(self) -> None:
         for function, args in self._pool.discard():
@@ -139,6 +147,9 @@ class Server:
         if self._reader_pool is not None and isinstance(connection, PulledConnection):
             connection.attach(on_frame, lambda reason: self._on_close(connection))
             self._reader_pool.read(connection)
+        elif self._shared_reader is not None and isinstance(connection, PulledConnection) and connection.can_read_once:
+            connection.attach(on_frame, lambda reason: self._on_close(connection))
+            self._shared_reader.read(connection)
         else:
             connection.start(on_frame, lambda reason: self._on_close(connection))
         if self._is_closing:  # `close` has not seen this connection
@@ -147,6 +158,8 @@ class Server:
     def _on_close(self, connection: Connection) -> None:
         if self._reader_pool is not None and isinstance(connection, PulledConnection):
             self._reader_pool.forget(connection)
+        elif self._shared_reader is not None and isinstance(connection, PulledConnection):
+            self._shared_reader.forget(connection)
         for call in list(self._connections.pop(connection, {}).values()):
             call.cancel()
 
@@ -189,6 +202,8 @@ class Server:
 
     def _handle(self, connection: Connection, frame: Frame) -> None:
         responder = Responder(connection, frame, self._name, self._on_end, self._send)
+        if self._shared_reader is not None and self._shared_reader.is_this_thread():
+            responder.send_later = self._shared_reader.send_later
         self._in_progress.add(responder)
         with self._count:
             self.calls += 1

@@ -31,6 +31,7 @@ class ReplayNode(lp.CourierNode):
         if not tables:
             raise ValueError("a replay node needs at least one table: rl.ReplayNode({'replay': rl.Table(10_000)})")
         super().__init__(ReplayServer, dict(tables), seed, courier_kwargs={"thread_pool_size": 0})
+        self._server_kwargs["has_shared_reader"] = True  # no handler waits: see `ReplayServer`
 
 
 class ReplayPart:
@@ -119,7 +120,8 @@ async def _until_done(result: "Future[Any]") -> Any:
 class ReplayServer:
     """What a replay node serves.
 
-    A handler runs in the thread that has read the call, so calls of one client keep their order, and returns at once.
+    A handler runs in the thread that has read the call, so calls of one client keep their order, and returns at once:
+    that one thread reads the calls of all clients on this host.
     Only a call that must wait for its limiter becomes a task in the event loop.
     """
 
