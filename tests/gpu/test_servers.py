@@ -55,11 +55,13 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x.to(DEVICE), x[:, :2].tanh().to(DEVICE)
 
 
-def learn(replica: dp.Replica, folder: str, is_late: bool | None = None) -> None:
+def learn(replica: dp.Replica, folder: str, is_late: bool | None = None, dies_at: int | None = None) -> None:
     """Train, and write each step's loss and the parameters; the GPU is far behind this process.
 
     is_late: whether updates of the step before are left when a step begins; None: unknown.
+    dies_at: the step in which the worker of rank 1 dies, once.
     """
+    mark = Path(folder) / "died"
     model = build()
     optimizer = replica.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
     losses = []
@@ -70,6 +72,9 @@ def learn(replica: dp.Replica, folder: str, is_late: bool | None = None) -> None
             loss = F.mse_loss(model(x), y)
             (loss * weight).backward()
             losses.append(loss.detach())
+        if step == dies_at and replica.rank == 1 and not mark.exists():
+            mark.touch()
+            raise OSError("this worker dies")
         torch.cuda._sleep(BUSY)
         optimizer.step()
     torch.save((torch.stack(losses), model.state_dict()), Path(folder) / f"{replica.rank}.pt")
@@ -111,6 +116,15 @@ def test_gradients_are_pushed_once_the_gpu_has_made_them(mode: str, priority: bo
             if not torch.equal(value, expected[name])
         }
         assert wrong == {}, rank
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_dead_worker_does_not_change_what_servers_sum(mode: str, tmp_path: Path) -> None:
+    expected = plainly_learned()
+    options: dict[str, Any] = {"backend": dp.Servers(2, partition_bytes=2048), "on_failure": "restart", "dies_at": 5}
+    for rank, (_, found) in enumerate(learned(tmp_path, mode, **options)):
+        assert all(torch.equal(value, expected[name]) for name, value in found.items()), rank
+    assert (tmp_path / "died").exists()
 
 
 @pytest.mark.parametrize("compression", [dp.Fp16(), dp.TopK(0.2), dp.OneBit()])
