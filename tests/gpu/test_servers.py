@@ -44,6 +44,14 @@ def test_servers_train_as_one_process(mode: str, servers: dp.Servers, clip: floa
     assert differences(tmp_path, *plain_loop(STEPS, 4, 2, clip, DEVICE)) == []
 
 
+def test_servers_sum_for_shards_of_the_optimizers_state(tmp_path: Path) -> None:
+    program = lp.Program("replicas")
+    options: dict[str, Any] = {"replicas": 4, "workers": 2, "seed": SEED, "backend": dp.Servers(2, partition_bytes=200)}
+    dp.add_replicas(program, train, str(tmp_path), STEPS, 2, zero=1, device=DEVICE, **options)
+    lp.launch(program, mode="thread", run_dir=tmp_path / "run").wait(WITHIN_S)
+    assert differences(tmp_path, *plain_loop(STEPS, 4, 2, device=DEVICE)) == []
+
+
 def build() -> nn.Module:
     with pp.layer_rng(3, 0):
         layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())]
