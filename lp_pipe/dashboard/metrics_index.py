@@ -206,8 +206,8 @@ class MetricsIndex:
                 self._is_new = False
             if found.st_size > self._end:
                 parts = _parts(self._path, self._end, found.st_size)
-                while some := list(itertools.islice(parts, _PARTS_AT_ONCE)):
-                    self._add(some)
+                while self._add(itertools.islice(parts, _PARTS_AT_ONCE)):
+                    pass
                 self._save()
             return self._end
 
@@ -281,22 +281,33 @@ class MetricsIndex:
                     found[one.node, one.name] = list(zip(one.steps.tolist(), one.times.tolist(), values, strict=True))
         return end, found
 
-    def _add(self, parts: list[tuple[int, bytes]]) -> None:
-        """Add the points of parts of the file, which follow each other."""
-        for node, name, steps, times, values in columns(lines for _, lines in parts):
+    def _add(self, parts: Iterator[tuple[int, bytes]]) -> bool:
+        """Add the points of parts of the file, which follow each other; return whether there were any parts."""
+        heads: list[tuple[int, bytes]] = []
+        end = self._end
+
+        def read() -> Iterator[bytes]:
+            nonlocal end
+            for offset, lines in parts:
+                heads.append((offset, lines[: lines.find(b"\n") + 1]))
+                end = offset + len(lines)
+                yield lines
+
+        for node, name, steps, times, values in columns(read()):
             one = self._series.get((node, name))
             if one is None:
                 one = self._series[node, name] = Series()
             one.extend(steps, times, values)
-        for offset, lines in parts:
-            self._note_time(offset, lines)
-            self._end = offset + len(lines)
+        for offset, line in heads:
+            self._note_time(offset, line)
+        self._end = end
+        return bool(heads)
 
-    def _note_time(self, offset: int, lines: bytes) -> None:
+    def _note_time(self, offset: int, line: bytes) -> None:
         """Keep the time of about every millionth byte, by which `_read` finds a part of the file."""
         if self._chunks and offset < self._chunks[-1][1] + _INDEX_BYTES // 2:
             return
-        for _, _, time, _ in points_of(lines[: lines.find(b"\n") + 1]):
+        for _, _, time, _ in points_of(line):
             self._chunks.append((max(time, self._chunks[-1][0] if self._chunks else time), offset))
             break
 
