@@ -66,7 +66,7 @@ class ShardedModel:
                 fully_shard(unit, mesh=mesh, reshard_after_forward=zero == 3)
         assert isinstance(model, FSDPModule)
         self._fsdp: FSDPModule = model
-        self.sums = [_OrderedSum(exchange) for unit in units if isinstance(unit, FSDPModule)]
+        self.sums = [_OrderedSum(exchange, keeps_room=zero == 3) for unit in units if isinstance(unit, FSDPModule)]
         for unit, unit_sum in zip(units, self.sums, strict=True):
             assert isinstance(unit, FSDPModule)
             unit.set_custom_reduce_scatter(cast(Any, unit_sum))  # the base class has a private name
@@ -290,11 +290,14 @@ class _SharedGather:
 class _OrderedSum:
     """Sums the gradient of a unit over all replicas, in their order, in place of FSDP2's own reduce-scatter.
 
+    keeps_room: whether the gradient of a shard has the same memory in all steps. Without, it is taken in each backward,
+        from what the whole parameters have just let go.
     slot: the number of the hosted replica whose gradient comes next.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, *, keeps_room: bool) -> None:
         self._exchange = exchange
+        self._keeps_room = keeps_room
         self.slot = 0
         self._parts: dict[int, Tensor] = {}  # by slot: this worker's shard of the gradient of each worker's replica
         self._output: Tensor | None = None  # in whose memory the parameters' gradients are
@@ -308,6 +311,8 @@ class _OrderedSum:
         if not self._has_input:
             self._has_input = True
             return self._exchange.empty(numel, dtype, device)
+        if not self._keeps_room:
+            return torch.empty(numel, dtype=dtype, device=device)
         if self._room is None or (len(self._room), self._room.dtype) != (numel, dtype):
             self._room = lasting_empty(numel, dtype, device)
         return self._room
