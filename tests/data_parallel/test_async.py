@@ -12,6 +12,8 @@ from torch import nn
 
 import lp_pipe as lp
 import lp_pipe.data_parallel as dp
+from lp_pipe.data_parallel.async_parameters import SavedWorkers
+from lp_pipe.errors import CheckpointError
 from lp_pipe.testing.faults import kill
 from tests.data_parallel.test_servers import learn_digits
 from tests.waiting import until
@@ -195,6 +197,26 @@ def test_another_number_of_workers_goes_on_from_a_checkpoint(launched: Any, tmp_
     for rank in range(3):
         found = torch.load(tmp_path / f"{rank}.pt")["weight"]
         assert torch.equal(found, torch.full((5, 3), expected)), (rank, expected, found)
+
+
+@pytest.mark.parametrize(
+    ("applied", "last_steps"),
+    [
+        ([{0: 3, 1: 6}], [{0: 2, 1: 4}]),  # two gradients of rank 1 in a step
+        ([{0: 3, 1: 6}], []),  # a checkpoint of an older version
+        ([{0: 3, 1: 6}, {0: 3, 1: 5}], [{0: 2, 1: 5}, {0: 2, 1: 4}]),  # only one of two optimizers has made step 5
+    ],
+)
+def test_a_part_of_a_step_needs_as_many_workers_as_before(applied: Any, last_steps: Any) -> None:
+    saved = SavedWorkers(replicas=4)
+    places = {0: (3, (3,) * len(applied), {}), 1: (5, (5,) * len(applied), {})}
+    saved.load_state_dict({"applied": applied, "places": places} | ({"last_steps": last_steps} if last_steps else {}))
+    with pytest.raises(CheckpointError, match=r"rank 1.*workers=2"):
+        saved.dealt(4)
+    saved.applied = [dict(counts) | {1: 5} for counts in applied]
+    found = saved.dealt(3)
+    assert [place.step for place in found.values()] == [3, 5, 5]
+    assert [place.first_steps for place in found.values()] == [{0: 3, 1: 3}, {2: 5}, {3: 5}]
 
 
 KILLS = [["replicas-servers"], ["replicas"], ["replicas-servers", "replicas"]]

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class GpuTensor(Tensor):
     """A tensor that is on a GPU, as far as anybody asks. Copies to the host and back wait in `gpu`'s streams."""
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda", 0)
 
     @classmethod
@@ -134,16 +135,21 @@ def backward_of_two_replicas(push_pull: PushPull) -> tuple[served_buckets.Served
         list(model.named_parameters()), GpuExchange(None, [2], 0, push_pull), 1024, lambda: [], lambda _: False
     )
     own._expected = dict.fromkeys(range(LAYERS), 1)
+    return own, model, backwards(own, model)
+
+
+def backwards(own: served_buckets.ServedBuckets, model: nn.Module, first_layer: int = 0) -> list[Tensor]:
+    """Make a step's backwards of two replicas; return the sums of their gradients."""
     own.begin_step()
     whole: list[Tensor] = []
     for replica in range(2):
         own.select(replica, is_last=True)
         if replica:
             own.open_window(sends_early=True)
-        model(torch.full((1, 16), replica + 1.0)).sum().backward()
+        model[first_layer:](torch.full((1, 16), replica + 1.0)).sum().backward()  # type: ignore[index]
         found = [one.grad.as_subclass(Tensor).clone() for one in model.parameters() if one.grad is not None]
         whole = [a + b for a, b in zip(whole, found, strict=True)] if whole else found
-    return own, model, whole
+    return whole
 
 
 @pytest.mark.parametrize("push_pull", [None, Fp16()], indirect=True)
@@ -169,6 +175,27 @@ def test_late_sums_come_to_the_gpu_when_they_are_waited_for(push_pull: PushPull)
         one.pending.wait()
         (gradient,) = one.gradients.values()
         assert torch.equal(gradient.as_subclass(Tensor), wanted)
+    own.close()
+
+
+def test_a_late_sum_is_not_written_over_gradients_of_the_next_step(push_pull: PushPull) -> None:
+    """The first layer has a gradient in every second step, so nothing is updated with its first sum, of zeros."""
+    own, model, _ = backward_of_two_replicas(push_pull)
+    gpu.run()
+    own.finish()
+    backwards(own, model, first_layer=1)
+    gpu.run()
+    until(lambda: own.summed == LAYERS - 1)
+    own.finish_late()  # the first layer's zeros are still on their way to the host
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(backwards, own, model)
+        assert wait([third], 0.1).not_done
+        gpu.run()
+        expected = third.result(10)
+    gpu.run()
+    own.finish()
+    for parameter, wanted in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad.as_subclass(Tensor), wanted)
     own.close()
 
 
