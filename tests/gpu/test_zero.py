@@ -81,6 +81,18 @@ def test_a_model_on_the_meta_device_is_filled_on_the_workers_gpu(tmp_path: Path)
     assert differences(tmp_path, *plain_loop(STEPS, 2, 2, device=DEVICE)) == []
 
 
+def shards_half(replica: dp.Replica) -> None:
+    replica.shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(DEVICE)))
+
+
+def test_a_model_on_two_devices_is_refused(tmp_path: Path) -> None:
+    program = lp.Program("replicas")
+    dp.add_replicas(program, shards_half, replicas=1)
+    with pytest.raises(lp.NodeError, match="cpu, cuda:0") as failed:
+        lp.launch(program, mode="thread", run_dir=tmp_path / "run").wait(WITHIN_S)
+    assert failed.value.type_name == "DataParallelError"
+
+
 def test_training_is_resumed_by_other_workers_with_another_zero(tmp_path: Path) -> None:
     for workers, steps, zero in [(2, 2, 0), (3, 4, 1), (1, STEPS, 0)]:
         run_replicas("thread", tmp_path, steps, workers=workers, zero=zero, save_every=2)
