@@ -72,8 +72,10 @@ function addChoices(bar, tracks, body, page) {
   const hasWork = (one) => one.spans.some(isCompute);
   all.checked = !tracks.some(hasWork);
   const draw = () => {
-    const shown = all.checked ? tracks : tracks.filter(hasWork);
     const step = steps[select.value];
+    const isIn = (span) => !step || (span[0] < step.high && span[0] + span[1] > step.low);
+    const works = (one) => one.spans.some((span) => isCompute(span) && (isPredicted(one) || isIn(span)));
+    const shown = all.checked ? tracks : tracks.filter(works);
     const measured = shown.filter((one) => !isPredicted(one)), predicted = ofStep(shown.filter(isPredicted), step);
     const range = step ? [step.low, step.high] : rangeOf(measured);
     const expected = rangeOf(predicted);
@@ -150,7 +152,8 @@ function drawTimeline(title, tracks, range, size, page) {
     return h("div", {}, h("span", { title: `${one.process} ${one.track}` }, nameOf(one, tracks)),
       h("span", { class: "faint" }, `${Math.round(100 * share)} % idle`));
   }));
-  const left = window.innerWidth > 900 ? 250 : 150;
+  const longest = Math.max(...tracks.map((one) => nameOf(one, tracks).length));
+  const left = window.innerWidth > 900 ? Math.min(260, Math.max(150, 70 + 7 * longest)) : 150;
   names.style.flexBasis = `${left}px`;
   const box = h("section", { class: "timelines" }, h("h3", {}, `${title} · ${((range[1] - range[0]) / 1000).toFixed(1)} ms`),
     h("div", { class: "timeline-box" }, names, canvas), tip);
