@@ -13,6 +13,7 @@ from lp_pipe.data_parallel.exchange import Exchange
 from lp_pipe.data_parallel.gradient_sums import GradientSums
 from lp_pipe.data_parallel.late_updates import LateSum, LateUpdates
 from lp_pipe.data_parallel.served_buckets import ServedBuckets
+from lp_pipe.data_parallel.shard_copies import ShardCopies
 from lp_pipe.data_parallel.shard_moves import STATE, HeldShards, OfElements, announced, are_shards_lost, dealt_states
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
@@ -57,7 +58,10 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self._workers = workers
         self.sharded_model = sharded_model
         self.is_sharded = zero > 0 or sharded_model is not None
-        self.has_mirrors = zero == 1 and workers.options.may_change
+        self.moves_shards = zero == 1 and workers.options.may_change
+        self.has_mirrors = self.moves_shards and workers.options.mirror_every == 1  # which each step updates
+        self.copies = ShardCopies() if self.moves_shards and not self.has_mirrors else None
+        self._goes_back_to: HeldShards | None = None  # copies, from which the next deal is
         self._shards: StateShards | None = None  # made with the first buckets, which decide which shards they are
         self._held_before: dict[nn.Parameter, Sequence[OwnShardState]] = {}  # until all workers have what is dealt
         self._lacks_updates = False  # whether parameters are updated here only in this worker's shards
@@ -288,13 +292,14 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             self.late.begin(late)
             return
         if keeps_undo:
-            self._undo = self._undoing()
+            self._undo = self.undoing()
         if self._clip_grad_norm is not None:
             self.buckets.clip(self._clip_grad_norm)
         if self._shards is None:
             self.inner.step()
         else:
-            of_mirrors = self.buckets.shard_gradients(self._mirrored_rank) if self._mirrored_rank is not None else {}
+            rank = self._mirrored_rank if self.has_mirrors else None
+            of_mirrors = {} if rank is None else self.buckets.shard_gradients(rank)
             self._shards.step(self.buckets.shard_gradients(), of_mirrors)
             self._lacks_updates = self.has_mirrors and not self._updates_all
         self.clear_gradients()
@@ -313,8 +318,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     @property
     def _mirrored_rank(self) -> int | None:
-        """The rank of the worker whose shards this one mirrors."""
-        if not self.has_mirrors or self._exchange is None or len(self._exchange.counts) == 1:
+        """The rank of the worker whose shards this one mirrors, or copies."""
+        if not self.moves_shards or self._exchange is None or len(self._exchange.counts) == 1:
             return None
         return (self._exchange.rank - 1) % len(self._exchange.counts)
 
@@ -371,17 +376,23 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     # ---- shards that move ----
 
-    def deal(self, exchange: Exchange, extra_flags: Callable[[], list[float]], *, has_state: bool) -> bool:
+    def go_back(self, step: int) -> None:
+        """Give shards the values that were copied at a step; the next deal makes them complete."""
+        assert self.copies is not None, "there are copies"
+        self._goes_back_to = self.copies.put_back(step, self._parameters())
+
+    def deal(self, exchange: Exchange, extra_flags: Callable[[], list[float]], *, has_state: bool, step: int) -> bool:
         """Give each of these workers the shards that it needs now; all call this. False: some are lost.
 
         Parameters are then complete, too. If shards are lost, all are left without state.
 
         has_state: whether this worker has trained, or has the state of one that has.
+        step: of the state that is dealt, for copies of shards.
 
         Raises:
             GenerationOver: a worker is gone; what this worker has is not lost by that.
         """
-        return self._deal(exchange, extra_flags, None, has_state=has_state)
+        return self._deal(exchange, extra_flags, None, has_state=has_state, copied_step=step)
 
     def _deal(
         self,
@@ -390,8 +401,12 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         trained: list[tuple[str, nn.Parameter]] | None,
         *,
         has_state: bool,
+        copied_step: int | None = None,
     ) -> bool:
-        """trained: the parameters in buckets from now on; None: those of the first worker that has state."""
+        """trained: the parameters in buckets from now on; None: those of the first worker that has state.
+
+        copied_step: the step for which shards are copied, where they are; None: for none.
+        """
         parameters = self._parameters()
         own = self._held(parameters) if has_state else HeldShards(None, [[] for _ in parameters], lacks_updates=False)
         told = self._workers.gathered(
@@ -400,21 +415,29 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         if trained is None:
             layout = next(one.layout for one in told if one.layout is not None)
             trained = [(name, parameter) for name, parameter in self.named_parameters() if name in layout]
+        is_same = exchange == self._exchange and [name for name, _ in trained] == self._layout
         self._exchange, self._extra_flags = exchange, extra_flags
-        self._make_buckets(trained)
+        if self._buckets is None or not is_same:
+            self._make_buckets(trained)
         shards, mirrors = self._new_shards()
         if self._shards is None:
             self._shards = StateShards(self.inner, {})
         if are_shards_lost(parameters, told):
             self._shards.set_shards(shards, mirrors)
-            self._held_before, self._lacks_updates = {}, False
+            self._held_before, self._lacks_updates, self._goes_back_to = {}, False, None
+            if self.copies is not None:
+                self.copies.forget()
             return False
         needed = [shards, mirrors] if mirrors else [shards]
         states = dealt_states(self._workers, parameters, told, own, needed)
         before = dict(zip(parameters, own.by_parameter, strict=True))
+        if self.copies is not None:
+            if copied_step is not None:
+                self.copies.take(copied_step, self._layout, needed, states)
+            mirrors = {}
         self._shards.set_shards(shards, mirrors)
         self._shards.set_states(states[0], states[1] if mirrors else {})
-        self._lacks_updates = False
+        self._lacks_updates, self._goes_back_to = False, None
         if self.has_mirrors:
             # A worker may be gone before another one has got all: then what this worker had may still be needed.
             self._held_before = before
@@ -423,7 +446,9 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         return True
 
     def _held(self, parameters: Sequence[nn.Parameter]) -> HeldShards:
-        """Return what this worker has."""
+        """Return what this worker has, or goes back to."""
+        if self._goes_back_to is not None:
+            return self._goes_back_to
         if self._shards is None:
             self._check_parameters(self.named_parameters())
             self._shards = StateShards(self.inner, {one: OwnShard(flat(one), 0) for one in parameters})
@@ -432,7 +457,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         by_parameter = [[*held.get(one, []), *self._held_before.get(one, [])] for one in parameters]
         return HeldShards(self._layout, by_parameter, self._lacks_updates)
 
-    def _undoing(self) -> Callable[[], None]:
+    def undoing(self) -> Callable[[], None]:
+        """Return a function that brings present state and parameters back."""
         state = copy.deepcopy(self.inner.state_dict())
         undo_shards = self._shards.undoing() if self._shards is not None else None
         weights = [(parameter, parameter.detach().clone()) for _, parameter in self.named_parameters()]

@@ -10,12 +10,16 @@ all can finish:
 With zero=1 each worker updates a shard and the mirror of another one. Those that are left then deal the shards anew,
 and tell each other the parameters that they have updated. If a shard is lost with its mirror, all go back to the newest
 checkpoint.
+
+With mirror_every above 1 a worker copies its shards and those of another one in every so many steps. All go back to
+the newest copies that all have, whatever has become of the step, and deal these.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lp_pipe.collectives.backend import GenerationOver
+from lp_pipe.data_parallel.shard_moves import STATE
 from lp_pipe.data_parallel.training_state import TrainingState
 from lp_pipe.data_parallel.workers import ReplicaWorkers
 
@@ -28,6 +32,7 @@ class Position:
     has_state: whether it has trained, or has the state of a worker that has. lost: shards that no worker has any more.
     members: the nodes that had all state when this worker last became the same as others.
     saves: whether it was saving a checkpoint, which all workers then do again.
+    copied: the steps of which it has copies of shards.
     """
 
     node: str
@@ -37,6 +42,7 @@ class Position:
     lost: str = ""
     members: tuple[str, ...] = ()
     saves: bool = False
+    copied: tuple[int, ...] = ()
 
 
 def is_step_finished(positions: Sequence[Position], step: int) -> bool:
@@ -61,7 +67,8 @@ class Rejoining:
         """Return how far this worker is. is_committed: the current step is."""
         state = self._state
         name, committed = self._workers.node.name, state.step + is_committed
-        return Position(name, committed, holds_sum, state.is_trained, self._lost, self._members, self.saves)
+        copied = tuple(state.copied_steps())
+        return Position(name, committed, holds_sum, state.is_trained, self._lost, self._members, self.saves, copied)
 
     def first_positions(self) -> list[Position]:
         """Return how far the workers of this generation are."""
@@ -92,13 +99,31 @@ class Rejoining:
                 self._deal_shards(positions)
                 if self._lost or any(not position.has_state for position in positions):
                     self._send_state(positions)
+                self._keep_copies()
                 self._state.is_trained = True
                 self._members, self._lost = tuple(self._workers.membership.members), ""
-                return any(position.saves for position in positions)
+                # Those that have gone back come to the checkpoint's step once more.
+                return any(position.saves and position.committed == self._state.step for position in positions)
             except GenerationOver:
                 if not self._workers.options.may_change:
                     raise
                 positions = self.meet()
+
+    def copy_shards(self) -> None:
+        """Copy the shards as of this step; all workers call this, between two steps.
+
+        Raises:
+            GenerationOver: a worker is gone.
+        """
+        self._state.deal_shards(self._state.step, has_state=True)
+        self._keep_copies()
+
+    def _keep_copies(self) -> None:
+        """Make the copies that were just taken those to go back to, once all workers have them."""
+        if self._state.keeps_copies:
+            self._state.keep_beside_copies()
+            self._workers.backend.barrier(call=STATE)
+            self._state.forget_older_copies()
 
     def deal_shards(self, positions: Sequence[Position]) -> list[Position]:
         """Make parameters complete that are updated in part, after a committed step; return how far all workers are."""
@@ -111,11 +136,18 @@ class Rejoining:
 
     def _deal_shards(self, positions: Sequence[Position]) -> None:
         generation = self._workers.membership.generation
-        if not self._state.has_mirrors or self._dealt_in == generation:
+        if not self._state.moves_shards or self._dealt_in == generation:
             return
         if any(position.has_state for position in positions):
-            has_state = positions[self._workers.membership.rank].has_state
-            if not self._state.deal_shards(has_state=has_state):
+            own = positions[self._workers.membership.rank]
+            step, has_state = self._state.step, own.has_state
+            if self._state.keeps_copies:
+                # One may have forgotten older copies only if all have had newer ones: they have one in common.
+                step = max(set.intersection(*(set(one.copied) for one in positions if one.has_state)))
+                has_state = step in own.copied
+                if has_state:
+                    self._state.go_back(step)
+            if not self._state.deal_shards(step, has_state=has_state):
                 alive = {position.node for position in positions if position.has_state}
                 members = next(position.members for position in positions if position.has_state)
                 gone = [node for node in members if node not in alive]
@@ -134,6 +166,6 @@ class Rejoining:
             root = 0
             self._state.restore(lost)
             self._state.copy_state(root)
-            self._state.deal_shards(has_state=True)
+            self._state.deal_shards(self._state.step, has_state=True)
         else:
             self._state.copy_state(root)

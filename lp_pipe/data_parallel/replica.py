@@ -187,18 +187,18 @@ class Replica(NormalizesBatches):
 
         Raises:
             DataParallelError: parameters of the optimizer are not the model's, or the workers' models differ.
-            NotSupported: zero is 2 or 3; or 1, and the optimizer does not treat elements independently or is fused on
-                the CPU, or workers may change and mirror_every is above 1.
+            NotSupported: zero is 2 or 3; or 1, and the optimizer does not treat elements independently, is fused on the
+                CPU, or is made inside `steps` where mirror_every is above 1.
         """
         if zero in (2, 3):
             raise NotSupported(f"replica.optimizer(zero={zero}): zero is 0 or 1 here, and 2 and 3 are replica.shard's")
         if zero not in (0, 1):
             raise DataParallelError(f"zero must be 0 or 1, got {zero!r}")
         mirror_every = self._workers.options.mirror_every
-        if zero and self._workers.options.may_change and mirror_every > 1:
+        if zero and self._workers.options.may_change and mirror_every > 1 and self.own_steps.state.is_trained:
             raise NotSupported(
-                f"replica.optimizer(zero=1) with add_replicas(mirror_every={mirror_every}): mirrors are updated in "
-                "every step for now; use mirror_every=1, with which no step is lost"
+                f"replica.optimizer(zero=1) inside `steps`, with add_replicas(mirror_every={mirror_every}): shards are "
+                "copied from the first step on; make the optimizer before the loop, or use mirror_every=1"
             )
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, ReplicaOptimizer):
             raise DataParallelError(f"replica.optimizer takes a torch.optim.Optimizer, got {type(optimizer).__name__}")

@@ -95,7 +95,7 @@ class ReplicaSteps:
             self._rejoin(self._rejoining.first_positions())
         self._is_in_steps = True
         try:
-            while self.state.step < count:
+            while not self._are_done(count):
                 if stop_event().is_set():  # not the end of the loop: what follows it may save a trained model
                     raise Unavailable(f"{self.workers.node.name}: the program stops before step {self.state.step}")
                 self._answer_requests()
@@ -114,6 +114,16 @@ class ReplicaSteps:
         finally:
             self._is_in_steps = False
 
+    def _are_done(self, count: int) -> bool:
+        """Return whether so many steps are done, and no death behind the loop could take them back."""
+        state = self.state
+        while state.step >= count and state.keeps_copies and state.step not in state.copied_steps():
+            try:
+                self._rejoining.copy_shards()
+            except GenerationOver:
+                self._rejoin(self._rejoining.meet())
+        return state.step >= count
+
     def _save(self) -> None:
         """Save a checkpoint; where all workers write, again if they change meanwhile."""
         if self._async is not None:
@@ -121,7 +131,7 @@ class ReplicaSteps:
                 with self.times.waiting():
                     self._async.save()
             return
-        self._rejoining.saves = True
+        self._rejoining.saves, step = True, self.state.step
         while self._rejoining.saves:
             try:
                 self.state.save()
@@ -130,6 +140,7 @@ class ReplicaSteps:
                 if not self._options.may_change:
                     raise
                 self._rejoining.synchronize(self._rejoining.meet())
+                self._rejoining.saves = self.state.step == step
                 self._overlaps = False
                 self.times.begin()
 
@@ -336,9 +347,13 @@ class ReplicaSteps:
             if self._async is not None:
                 self._async.note_step()
             self._usual_shards_calls = now.shards_calls
-            if now.wants_whole and not now.has_met:
+            is_copied = self.state.keeps_copies and self.state.step % self._options.mirror_every == 0
+            if (now.wants_whole or is_copied) and not now.has_met:
                 with self._over_noted_in(now):
-                    self._answer_with_shards()
+                    if now.wants_whole:
+                        self._answer_with_shards()
+                    if is_copied:
+                        self._rejoining.copy_shards()
                 if now.is_over:
                     self._met = self._rejoining.meet()
                     now.has_met = True
@@ -454,7 +469,7 @@ class ReplicaSteps:
         """
         if self._now is None:
             return self._outside_of_steps(self.state.optimizers.index(optimizer))
-        if not optimizer.has_mirrors:
+        if not optimizer.moves_shards:
             return optimizer.gathered_state(keeps=True)
         with self._over_noted():
             if self.group_for_call() is not None:

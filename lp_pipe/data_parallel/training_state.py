@@ -47,6 +47,7 @@ class TrainingState:
         self.extra_parts: dict[str, Stateful] = {}  # of checkpoints only
         self._trained: dict[str, TrainedModel] = {}  # as which checkpoints keep some of these
         self._checkpoints: Checkpoints | None = None
+        self._beside_copies: dict[int, tuple[list[Callable[[], None]], list[Any]]] = {}  # by step: undoes, buffers
 
     @property
     def models(self) -> list[nn.Module]:
@@ -149,8 +150,8 @@ class TrainingState:
         ready |= {id(one.model) for one in self._sharded_models}  # or had it from rank 0 when it was sharded
         parts = {name: part for name, part in self._parts.items() if id(part) not in ready}
         # The state in shards is dealt; what is left is what all workers have.
-        parts = {name: part.inner if _has_mirrors(part) else part for name, part in parts.items()}
-        whole = [one for one in self.optimizers if id(one) not in ready and not one.has_mirrors]
+        parts = {name: part.inner if _moves_shards(part) else part for name, part in parts.items()}
+        whole = [one for one in self.optimizers if id(one) not in ready and not one.moves_shards]
         with self._whole_states(whole, keeps=rank == root):
             own = {name: part.state_dict() for name, part in parts.items()} if rank == root else {}
         sent = self._workers.broadcast((self.step, own) if rank == root else None, root)
@@ -166,17 +167,55 @@ class TrainingState:
         """Whether shards outlive their worker, since another one mirrors them."""
         return any(optimizer.has_mirrors for optimizer in self.optimizers)
 
-    def deal_shards(self, *, has_state: bool) -> bool:
+    @property
+    def moves_shards(self) -> bool:
+        """Whether shards are dealt anew when workers change."""
+        return any(optimizer.moves_shards for optimizer in self.optimizers)
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether shards outlive their worker in copies, to which all workers go back."""
+        return any(optimizer.copies is not None for optimizer in self.optimizers)
+
+    def copied_steps(self) -> set[int]:
+        """Return the steps of which this worker has copies."""
+        found = [optimizer.copies.steps for optimizer in self.optimizers if optimizer.copies is not None]
+        return set(self._beside_copies).intersection(*found) if found else set()
+
+    def keep_beside_copies(self) -> None:
+        """Keep what lies beside the shards that were copied in this step."""
+        whole = [optimizer.undoing() for optimizer in self.optimizers if optimizer.copies is None]
+        self._beside_copies[self.step] = [self.undoing(), *whole], self.buffers.values()
+
+    def forget_older_copies(self) -> None:
+        """Forget copies of other steps, because all workers have those of this one."""
+        self._beside_copies = {self.step: self._beside_copies[self.step]}
+        for optimizer in self.optimizers:
+            if optimizer.copies is not None:
+                optimizer.copies.keep_only(self.step)
+
+    def go_back(self, step: int) -> None:
+        """Go back to the copies of a step; shards are to be dealt then."""
+        undoes, buffers = self._beside_copies[step]
+        for undo in undoes:
+            undo()
+        self.buffers.put(copy.deepcopy(buffers))
+        for optimizer in self.optimizers:
+            if optimizer.copies is not None:
+                optimizer.go_back(step)
+        self.step = step
+
+    def deal_shards(self, step: int, *, has_state: bool) -> bool:
         """Give each worker the shards that it needs now; all workers call this. False: shards are lost.
 
-        has_state: whether this worker has trained, or has the state of one that has.
+        step: of the state that is dealt. has_state: whether this worker has trained, or has the state of one that has.
 
         Raises:
             GenerationOver: a worker is gone.
         """
         exchange = self._workers.exchange
-        mirrored = [optimizer for optimizer in self.optimizers if optimizer.has_mirrors]
-        return all([optimizer.deal(exchange, self._flags, has_state=has_state) for optimizer in mirrored])
+        moving = [optimizer for optimizer in self.optimizers if optimizer.moves_shards]
+        return all([optimizer.deal(exchange, self._flags, has_state=has_state, step=step) for optimizer in moving])
 
     def share_buffers(self, changed: Sequence[bool]) -> None:
         """Give all workers the buffers of replica 0. changed: which of them replica 0 has written to in this step."""
@@ -337,8 +376,8 @@ def _on_device_of(own: Any, value: Any) -> Any:
     return value.to(own.device) if isinstance(own, Tensor) and isinstance(value, Tensor) else value
 
 
-def _has_mirrors(part: Any) -> bool:
-    return isinstance(part, ReplicaOptimizer) and part.has_mirrors
+def _moves_shards(part: Any) -> bool:
+    return isinstance(part, ReplicaOptimizer) and part.moves_shards
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

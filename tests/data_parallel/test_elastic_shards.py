@@ -172,9 +172,24 @@ def test_a_worker_that_is_killed_at_a_random_moment_loses_no_shard(
     assert differences(tmp_path, *plain_loop(60, 4, clip=None)) == []
 
 
-def test_mirrors_of_every_nth_step_are_refused_by_name(launched: Any, tmp_path: Path) -> None:
+CASES_OF_COPIES = [
+    ("shrink", "shard", {"replicas/1": 5}, None),
+    ("restart", "exchange", {"replicas/0": 4, "replicas/2": 8}, None),
+    ("restart", "end", {"replicas/0": 7, "replicas/1": 7}, 2),  # neighbours: back to a checkpoint
+    ("shrink", "end", {"replicas/1": 2, "replicas/2": 11}, 4),
+]
+
+
+@pytest.mark.parametrize(("on_failure", "place", "deaths", "save_every"), CASES_OF_COPIES)
+def test_with_mirrors_of_every_third_step_all_go_back_to_the_last_ones(
+    launched: Any, on_failure: str, place: str, deaths: dict[str, int], save_every: int | None, tmp_path: Path
+) -> None:
     program = lp.Program("replicas")
-    dp.add_replicas(program, train, str(tmp_path), 1, zero=1, replicas=2, on_failure="shrink", mirror_every=2)
-    with pytest.raises(lp.NodeError, match="mirror_every=2") as failed:
-        launched(program).wait(WITHIN_S)
-    assert failed.value.type_name == "NotSupported"
+    options = {"replicas": 4, "workers": 3, "seed": SEED, "on_failure": on_failure, "mirror_every": 3}
+    dp.add_replicas(program, dying, str(tmp_path), deaths, place, zero=1, save_every=save_every, **options)
+    launched(program).wait(WITHIN_S)
+    assert differences(tmp_path, *plain_loop(STEPS, 4)) == []
+    if deaths == {"replicas/1": 5}:
+        found = [int(line.split()[0]) for file in tmp_path.glob("*.shards") for line in file.open()]
+        shards = [len(batch(step)[0].chunk(4)) for step in range(STEPS)]
+        assert [found.count(step) for step in (2, 3, 5)] == [shards[2], 2 * shards[3], shards[5]]
