@@ -65,7 +65,9 @@ def add_replicas(
     mode: "async": each worker's gradient is applied once, as it comes, by the servers, which hold the parameters. The
         result then depends on timing.
     mirror_every: with mode="async" and "restart": after how many gradients a server copies its state to the next one.
-        With zero=1 where workers may change: 1, since mirrors of shards are updated in every step.
+        With zero=1 where workers may change: 1: mirrors of shards are updated in every step, and no step is lost.
+            Above: shards are copied after so many steps; all go back there when workers change. Steps send less then,
+            and copies need more memory.
     group, resources: label and Resources of the workers' nodes.
 
     Raises:

@@ -181,7 +181,7 @@ class Replica(NormalizesBatches):
             optimizer must treat elements independently, as torch's SGD, Adam, AdamW and RMSprop do, or say so by a
             class attribute `elementwise = True`. All workers must call `state_dict()`. Where workers may change, each
             also has a mirror of another worker's shard: Adam then needs 8 + 16/N bytes per parameter with N workers, so
-            two workers save nothing.
+            two workers save nothing (mirror_every of add_replicas above 1: 8 + 32/N).
         clip_grad_norm: the largest norm of all gradients of this optimizer.
         bucket_bytes: gradients that are summed at a time.
 

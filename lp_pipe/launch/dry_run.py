@@ -40,7 +40,7 @@ def describe_launch(program: Program, mode: str, folder: Path, options: LaunchOp
     if mode == "process":
         here = place_with_room(plan.nodes, lambda spec: spec.may_wait, lambda some: place_all(some, this_host()))
         places = {node_id: HostPlacement("this host", place) for node_id, place in here.items()}
-        return [*_nodes(places), *_edges(plan, places)]
+        return [*_nodes(places), *_waiting(plan, places), *_edges(plan, places)]
     of_hosts = MultiHostOptions.of(options)
     engine, carrier = of_hosts.engine, of_hosts.carrier
     tree = [] if of_hosts.tree is None else _sources(of_hosts.tree)
@@ -52,10 +52,18 @@ def describe_launch(program: Program, mode: str, folder: Path, options: LaunchOp
         places = place_on_hosts(nodes, promised)
         check_channels(plan.edges, places, carrier)
         edges = _edges(plan, places, carrier)
-        return [*_nodes(places), *remark, *edges, *tree, *_KNOWN_AT_THE_START, *preview.splitlines()]
+        return [
+            *_nodes(places),
+            *_waiting(plan, places),
+            *remark,
+            *edges,
+            *tree,
+            *_KNOWN_AT_THE_START,
+            *preview.splitlines(),
+        ]
     joined = join_hosts(plan, of_hosts, generate_credentials())
     joined.host_join.close(patience_s=3.0)
-    return [*_nodes(joined.places), *_edges(plan, joined.places, carrier), *tree]
+    return [*_nodes(joined.places), *_waiting(plan, joined.places), *_edges(plan, joined.places, carrier), *tree]
 
 
 def _promised(offer: HostOffer) -> Hardware:
@@ -87,6 +95,11 @@ def _nodes(places: Mapping[str, HostPlacement]) -> Iterator[str]:
         gpus = f"  GPUs {','.join(found.place.gpus)}" if found.place.gpus else ""
         cpus = f"  cores {','.join(map(str, found.place.cpus))}" if found.place.cpus else ""
         yield f"{node_id:<{width}}  {found.host}{gpus}{cpus}"
+
+
+def _waiting(plan: LaunchPlan, places: Mapping[str, HostPlacement]) -> Iterator[str]:
+    if left_out := [spec.node_id for spec in plan.nodes if spec.node_id not in places]:
+        yield f"# No room for {', '.join(left_out)}: the program begins without them; they wait for hosts that join it."
 
 
 def _edges(plan: LaunchPlan, places: Mapping[str, HostPlacement], transport: str = "tls") -> Iterator[str]:

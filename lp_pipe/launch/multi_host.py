@@ -111,6 +111,7 @@ class MultiHost(Host):
         self._logs = ReceivedLogs(self._log_files)
         self._past_hits: Counter[str] = Counter()  # of faults, at hosts that are closed
         self._is_traced = False
+        self._is_closing = False
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -158,6 +159,7 @@ class MultiHost(Host):
         return None  # its agents would take it for dead
 
     def close(self) -> None:
+        self._is_closing = True
         self._relocation.close()
         closing = [agent.ask(agent_messages.CloseNodes()) for agent in self._up().values()]
         for answer in wait_for(closing, _CLOSE_PATIENCE_S).done:
@@ -280,7 +282,8 @@ class MultiHost(Host):
             agent.tell_if_open(SetTracing(self._is_traced))
             self._relocation.gain(name, hardware)
         except (Unavailable, LaunchError, ValueError, TimeoutError) as error:
-            _log.warning("host %r has joined and cannot be used: %s", name, error)
+            if not self._is_closing:
+                _log.warning("host %r has joined and cannot be used: %s", name, error)
             agent.connection.close("it cannot be used")
 
     def _replace(self, agent: RemoteAgent) -> None:

@@ -106,13 +106,14 @@ def test_a_death_while_all_gather_or_save_is_no_loss(
         assert found[-1] == "step-00000006" and "step-00000004" in found
 
 
-def two_optimizers(replica: dp.Replica, folder: str, place: str) -> None:
+def two_optimizers(replica: dp.Replica, folder: str, place: str, zeros: tuple[int, int]) -> None:
     """Train with an optimizer for each half of a model; die between their steps, once."""
     mark = Path(folder) / "died"
     model = build()
     halves = [model.enter, model.leave]
     optimizers = [
-        replica.optimizer(torch.optim.Adam(half.parameters(), 0.01), model, zero=1, bucket_bytes=100) for half in halves
+        replica.optimizer(torch.optim.Adam(half.parameters(), 0.01), model, zero=zero, bucket_bytes=100)
+        for half, zero in zip(halves, zeros, strict=True)
     ]
     for step in replica.steps(6, model=model, first=optimizers[0], second=optimizers[1]):
         for shard in replica.shards(batch(step)):
@@ -128,13 +129,18 @@ def two_optimizers(replica: dp.Replica, folder: str, place: str) -> None:
     )
 
 
-@pytest.mark.parametrize("backend", ["auto", dp.Servers(1)])
-def test_a_step_of_two_optimizers_is_undone_in_all_shards(launched: Any, backend: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "zeros", "mirror_every"), [("auto", (1, 1), 1), (dp.Servers(1), (1, 1), 1), ("auto", (0, 1), 2)]
+)
+def test_a_step_of_two_optimizers_is_undone_in_all_shards(
+    launched: Any, backend: Any, zeros: tuple[int, int], mirror_every: int, tmp_path: Path
+) -> None:
     for at in ("none", "between"):
         (tmp_path / at).mkdir()
         program = lp.Program("replicas")
         options = {"replicas": 4, "workers": 3, "seed": SEED, "on_failure": "shrink", "backend": backend}
-        dp.add_replicas(program, two_optimizers, str(tmp_path / at), at, **options)
+        options["mirror_every"] = mirror_every
+        dp.add_replicas(program, two_optimizers, str(tmp_path / at), at, zeros, **options)
         launched(program).wait(WITHIN_S)
     expected, found = (torch.load(tmp_path / at / "rank0.pt") for at in ("none", "between"))
     assert all(torch.equal(expected[0][name], found[0][name]) for name in expected[0])
@@ -158,15 +164,16 @@ def killed_at_some_moment(replica: dp.Replica, folder: str, name: str, after_s: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mirror_every", [1, 4])
 @pytest.mark.parametrize("on_failure", ["restart", "shrink"])
 def test_a_worker_that_is_killed_at_a_random_moment_loses_no_shard(
-    launched: Any, on_failure: str, tmp_path: Path
+    launched: Any, on_failure: str, mirror_every: int, tmp_path: Path
 ) -> None:
     rng = random.Random()
     name, after_s = f"replicas/{rng.randrange(3)}", rng.uniform(0, 0.6)
     print(name, after_s)  # shown if the test fails
     program = lp.Program("replicas")
-    options = {"replicas": 4, "workers": 3, "seed": SEED, "on_failure": on_failure}
+    options = {"replicas": 4, "workers": 3, "seed": SEED, "on_failure": on_failure, "mirror_every": mirror_every}
     dp.add_replicas(program, killed_at_some_moment, str(tmp_path), name, after_s, **options)
     launched(program, "process").wait(WITHIN_S)
     assert differences(tmp_path, *plain_loop(60, 4, clip=None)) == []
@@ -193,3 +200,17 @@ def test_with_mirrors_of_every_third_step_all_go_back_to_the_last_ones(
         found = [int(line.split()[0]) for file in tmp_path.glob("*.shards") for line in file.open()]
         shards = [len(batch(step)[0].chunk(4)) for step in range(STEPS)]
         assert [found.count(step) for step in (2, 3, 5)] == [shards[2], 2 * shards[3], shards[5]]
+
+
+def making_an_optimizer_late(replica: dp.Replica) -> None:
+    model = build()
+    for _ in replica.steps(2):
+        replica.optimizer(torch.optim.Adam(model.parameters()), model, zero=1)
+
+
+def test_an_optimizer_whose_shards_would_have_no_copies_is_refused_by_name(launched: Any) -> None:
+    program = lp.Program("replicas")
+    dp.add_replicas(program, making_an_optimizer_late, replicas=2, on_failure="shrink", mirror_every=2)
+    with pytest.raises(lp.NodeError, match="mirror_every=2") as failed:
+        launched(program).wait(WITHIN_S)
+    assert failed.value.type_name == "NotSupported"

@@ -3,7 +3,7 @@
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from lp_pipe.launch.supervision.messages import Failure, Notice, Question
 from lp_pipe.membership import Membership
 from lp_pipe.telemetry.events import EventLog
 from lp_pipe.telemetry.metrics import MetricsLog
+from lp_pipe.telemetry.names import name_list
 from lp_pipe.telemetry.tracebacks import fold_traceback
 
 M = TypeVar("M")
@@ -286,8 +287,14 @@ class Coordinator:
 
     # What the run asks.
 
-    def wait_for_room(self, node_ids: Iterable[str]) -> None:
+    def wait_for_room(self, node_ids: Collection[str]) -> None:
         """Note, before the start, that there is no room for these nodes now."""
+        if node_ids:
+            _log.warning(
+                "program %r begins without %s, for which there is no room: they wait for hosts that join it",
+                self.plan.program,
+                name_list(sorted(node_ids)),
+            )
         with self._changing():
             self._lifecycles.wait_for_room(node_ids)
 
