@@ -1,5 +1,8 @@
 """Stages on GPUs train to the bits of the plain loop on the same GPU. `make gpu-check` runs this; it needs one GPU."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from torch import nn
 import lp_pipe as lp
 import lp_pipe.pipeline as pp
 from lp_pipe.errors import PipelineError
+from lp_pipe.launch.processes import template
 from tests.pipeline.layers.test_splitting import MakesTensors
 from tests.pipeline.plain_loop import (
     D,
@@ -172,3 +176,18 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
         launched("thread", model, stages=2, device=wanted) as pipeline,
     ):
         pipeline.step(BATCHES[0])
+
+
+_ASKS_THE_DRIVER = """
+import ctypes, importlib, json, sys
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+print(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())))
+"""
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+
+
+def test_what_templates_import_leaves_the_driver_to_the_processes_that_they_fork() -> None:
+    modules = json.dumps(template._with_optimizers(template._WORTH_PRELOADING))
+    command = [sys.executable, "-c", _ASKS_THE_DRIVER, modules]
+    assert int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) == _NOT_INITIALIZED

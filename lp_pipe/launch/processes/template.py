@@ -21,7 +21,6 @@ from typing import Any
 from lp_pipe.connections.kernel_calls import most_descriptors
 from lp_pipe.connections.resource_limits import PROCESS_LIMIT_ADVICE, describe_error
 from lp_pipe.errors import LaunchError
-from lp_pipe.launch.plan.hardware import this_host
 from lp_pipe.launch.plan.surroundings import import_path
 from lp_pipe.launch.processes import standard_streams
 from lp_pipe.launch.processes.node_link import NodeLink
@@ -49,7 +48,8 @@ _STAGES = "lp_pipe.pipeline.worker.worker"
 _REPLICAS = "lp_pipe.data_parallel.add"
 _WORTH_PRELOADING = ("numpy", "torch", "torch.optim", "torch.utils._pytree", _STAGES, _REPLICAS)
 # Creating a torch optimizer imports this module, which takes as long as torch itself, and 70 MB. The launching process
-# creates no optimizer, and so has not imported it.
+# creates no optimizer, and so has not imported it. None of these imports calls CUDA's driver, which processes forked
+# after that could not use (torch 2.11, 2.13 and 2.14.1; tests/gpu/test_cuda.py).
 _FOR_OPTIMIZERS = "torch._dynamo"
 MARK = "LP_PIPE_TEMPLATE"
 _BOOT = (
@@ -333,12 +333,8 @@ def loaded_here() -> list[str]:
 
 
 def _with_optimizers(modules: Sequence[str]) -> list[str]:
-    """Add the module that the optimizers of stages and replicas need, but not on a host with GPUs.
-
-    There it might initialize CUDA, and processes forked after that cannot use it.
-    """
-    is_needed = not {_STAGES, _REPLICAS}.isdisjoint(modules) and not this_host().gpus
-    return [*modules, _FOR_OPTIMIZERS] if is_needed else [*modules]
+    """Add the module that the optimizers of stages and replicas need."""
+    return [*modules, _FOR_OPTIMIZERS] if not {_STAGES, _REPLICAS}.isdisjoint(modules) else [*modules]
 
 
 def check_descriptors(nodes: int) -> None:
