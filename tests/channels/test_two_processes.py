@@ -1,9 +1,13 @@
 """A peer that is killed: the other process notices it soon, and nothing is left."""
 
 import base64
+import contextlib
+import json
+import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +27,31 @@ from lp_pipe.testing import assert_no_leaks
 KINDS = ["shm", "grpc", "tls", "gloo"]
 PATIENCE_S = 20.0
 PROMPT_S = 2.0
+
+# A template that has imported torch, which takes two seconds: each request makes it fork a peer.
+TEMPLATE = """
+import json, os, signal, socket, sys, torch, lp_pipe.channels
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+requests = socket.socket(fileno=int(sys.argv[1]))
+while True:
+    request, streams, _, _ = socket.recv_fds(requests, 1 << 16, 2)
+    if not request:
+        break
+    pid = os.fork()
+    if pid:
+        requests.send(str(pid).encode())
+    else:
+        requests.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.dup2(streams[0], 0), os.dup2(streams[1], 1)
+        code, variables, *sys.argv[1:] = json.loads(request)
+        os.environ.update(variables)
+    for stream in streams:
+        os.close(stream)
+    if not pid:
+        exec(code, {"__name__": "__main__"})
+        os._exit(0)
+"""
 
 TRUSTED = """
 import base64, os
@@ -121,6 +150,16 @@ def endpoint(kind: str, run_credentials: Credentials, monkeypatch: pytest.Monkey
     shutil.rmtree(directory)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def template() -> Iterator[None]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, subprocess.Popen([sys.executable, "-c", TEMPLATE, str(theirs.fileno())], pass_fds=[theirs.fileno()]):
+        theirs.close()
+        Peer.template = ours
+        yield
+        ours.close()  # which ends the template
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     # Not a mere look into /dev/shm: programs that run beside this one have their own there (multiprocessing's locks).
@@ -129,30 +168,41 @@ def nothing_is_left() -> Iterator[None]:
 
 
 class Peer:
-    """Another process; its lines on stdout say how far it is."""
+    """Another process, forked from the template; its lines on stdout say how far it is."""
+
+    template: socket.socket
 
     def __init__(self, code: str, *args: str) -> None:
-        command = [sys.executable, "-c", TRUSTED + code, *args]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        (its_input, to_it), (from_it, its_output) = os.pipe(), os.pipe()
+        variables = {"LP_TEST_CREDENTIALS": os.environ["LP_TEST_CREDENTIALS"]}
+        request = json.dumps([TRUSTED + code, variables, *args])
+        socket.send_fds(self.template, [request.encode()], [its_input, its_output])
+        os.close(its_input), os.close(its_output)
+        self._input, self._output = os.fdopen(to_it, "w"), os.fdopen(from_it)
+        self._pid = int(self.template.recv(100))
+        self._is_killed = False
 
     def line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        return self._output.readline().strip()
 
     def go(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        self._input.write("\n")
+        self._input.flush()
 
     def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
+        self._is_killed = True  # its number may soon be another process's
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
 
     def __enter__(self) -> "Peer":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        if not self._is_killed:
+            self.kill()
+        with self._input, self._output:
+            self._input.close()
+            self._output.read()  # until it has ended, and what it has forked
 
 
 def wait_for_the_next(receiver: Receiver) -> None:
