@@ -230,6 +230,9 @@ _ADVICE = {
         "Let forward return only tensors and plain containers: without a cache, for a model of transformers "
         "(config.use_cache=False). Or register the class with torch.utils._pytree.register_pytree_node"
     ),
+    "C.Generator'>": (  # torch 2.11; later ones put it into the graph
+        "forward uses a Generator of its own, which stages cannot have: draw from torch's default generator"
+    ),
     "data-dependent": _OF_VALUES,
     "Constraints violated": _OF_SAMPLES,
     "user-specified dim hint": _OF_SAMPLES,
