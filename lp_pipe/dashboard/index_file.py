@@ -54,7 +54,18 @@ def save_index(path: Path, metrics: Path, state: IndexState) -> None:
             head["digest"] = _digest(metrics, state.end)
             line = json.dumps(head).encode()
             line += b" " * (-(len(line) + 1) % 8) + b"\n"  # the array begins at a multiple of its items' size
-            write_atomically(path, b"".join([line, *(one.astype("<f8", copy=False).tobytes() for one in arrays)]))
+            write_atomically(path, _as_file(line, arrays))
+
+
+def _as_file(line: bytes, arrays: list[_Array]) -> memoryview:
+    """Return the contents of a file, in one piece of memory: small pieces would stay with malloc."""
+    whole = np.empty(len(line) + 8 * sum(one.size for one in arrays), np.uint8)
+    whole[: len(line)] = np.frombuffer(line, np.uint8)
+    numbers, end = whole[len(line) :].view("<f8"), 0
+    for one in arrays:
+        numbers[end : end + one.size] = one.reshape(-1)
+        end += one.size
+    return whole.data
 
 
 def load_index(path: Path, metrics: Path) -> IndexState | None:

@@ -34,7 +34,7 @@ class AppendOnlyFile:
             self._file = None
 
 
-def write_atomically(path: str | Path, contents: str | bytes) -> None:
+def write_atomically(path: str | Path, contents: str | bytes | memoryview) -> None:
     """Write a temporary file in the same folder, then rename it to `path`; after an error the old file is unchanged.
 
     A symbolic link, a device or a pipe is written to in place.
