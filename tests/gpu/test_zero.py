@@ -111,12 +111,18 @@ def test_what_a_kernel_reads_of_the_state_stays_on_the_gpu(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("on_failure", "place", "deaths"),
-    [("shrink", "exchange", {"replicas/0": 4, "replicas/3": 9}), ("restart", "shard", {"replicas/1": 5})],
+    ("on_failure", "place", "deaths", "mirror_every"),
+    [
+        ("shrink", "exchange", {"replicas/0": 4, "replicas/3": 9}, 1),
+        ("restart", "shard", {"replicas/1": 5}, 1),
+        ("restart", "shard", {"replicas/1": 5}, 3),
+    ],
 )
-def test_dead_workers_lose_no_shard(on_failure: str, place: str, deaths: dict[str, int], tmp_path: Path) -> None:
+def test_dead_workers_lose_no_shard(
+    on_failure: str, place: str, deaths: dict[str, int], mirror_every: int, tmp_path: Path
+) -> None:
     program = lp.Program("replicas")
-    options = {"replicas": 5, "workers": 4, "seed": SEED, "on_failure": on_failure}
+    options = {"replicas": 5, "workers": 4, "seed": SEED, "on_failure": on_failure, "mirror_every": mirror_every}
     dp.add_replicas(program, dying, str(tmp_path), deaths, place, zero=1, device=DEVICE, **options)
     lp.launch(program, mode="thread", run_dir=tmp_path / "run").wait(WITHIN_S)
     assert differences(tmp_path, *plain_loop(DYING_STEPS, 5, device=DEVICE)) == []
