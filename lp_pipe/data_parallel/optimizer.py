@@ -319,9 +319,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     @property
     def _mirrored_rank(self) -> int | None:
         """The rank of the worker whose shards this one mirrors, or copies."""
-        if not self.moves_shards or self._exchange is None or len(self._exchange.counts) == 1:
-            return None
-        return (self._exchange.rank - 1) % len(self._exchange.counts)
+        return self._workers.mirrored_rank if self.moves_shards else None
 
     def undo(self) -> None:
         """Take back an update of this step."""

@@ -72,6 +72,19 @@ def hosted_replicas(rank: int, world_size: int, replicas: int) -> range:
     return range(first, first + share + (rank < more))
 
 
+def mirror_distance(hosts: Sequence[str]) -> int:
+    """Return how many ranks before it the worker is whose shards a worker mirrors: most are on another host.
+
+    hosts: of all workers, by rank. So the loss of a host loses no shard with its mirror if hosts have equally many.
+    """
+    world = len(hosts)
+
+    def on_one_host(distance: int) -> int:
+        return sum(hosts[rank] == hosts[rank - distance] for rank in range(world))
+
+    return min(range(1, world), key=on_one_host)
+
+
 NEVER_MEET = (
     "workers with mode='async' and on_failure='restart' never meet, so that one can be started again without the "
     "others: use on_failure='stop', or mode='sync'"
@@ -111,6 +124,7 @@ class ReplicaWorkers:
         self._group: Group | None = None
         self._process_group: dist.ProcessGroup | None = None
         self._messages = 0  # of this generation
+        self._mirrored_rank: int | None = None
 
     @property
     def has_met(self) -> bool:
@@ -143,6 +157,16 @@ class ReplicaWorkers:
         return sum(not run_endpoints.is_other_host(Facts.from_bytes(endpoint).hub) for endpoint in before)
 
     @property
+    def mirrored_rank(self) -> int | None:
+        """The rank of the worker whose shards this one mirrors; None: there is no other one."""
+        world, rank = self.membership.world_size, self.membership.rank
+        if self._mirrored_rank is None and world > 1:
+            hubs = [Facts.from_bytes(one).hub for one in self.membership.endpoints]
+            hosts = [run_endpoints.host_name(hub) if hub.startswith(run_endpoints.HOSTS) else "" for hub in hubs]
+            self._mirrored_rank = (rank - mirror_distance(hosts)) % world
+        return self._mirrored_rank
+
+    @property
     def exchange(self) -> Exchange:
         """How the replicas' parts are summed in this generation."""
         world = self.membership.world_size
@@ -164,7 +188,7 @@ class ReplicaWorkers:
             generation = self._group.membership.generation + 1
             self.close()
         self._group = self._meet(generation)
-        self._messages = 0
+        self._messages, self._mirrored_rank = 0, None
         membership = self._group.membership
         if self.options.may_change and membership.finished:
             raise TrainingHasEnded(f"{', '.join(membership.finished)} of group {self.options.group!r} have finished it")

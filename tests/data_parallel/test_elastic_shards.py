@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import lp_pipe as lp
 import lp_pipe.data_parallel as dp
+from lp_pipe.data_parallel.workers import mirror_distance
 from tests.data_parallel.loops import SEED, batch, build, differences, plain_loop, train
 from tests.data_parallel.test_failures import STEPS, WITHIN_S, assert_each_shard_once, dying
 
@@ -214,3 +215,9 @@ def test_an_optimizer_whose_shards_would_have_no_copies_is_refused_by_name(launc
     with pytest.raises(lp.NodeError, match="mirror_every=2") as failed:
         launched(program).wait(WITHIN_S)
     assert failed.value.type_name == "NotSupported"
+
+
+def test_a_mirror_is_on_another_host_where_there_is_one() -> None:
+    for hosts, distance in (("aaa", 1), ("ab", 1), ("aabb", 2), ("aaabbb", 3), ("abc", 1), ("aabbcc", 2)):
+        assert mirror_distance(hosts) == distance, hosts
+    assert mirror_distance("aaab") in (1, 2, 3)  # one of three has its mirror beside it in any case
