@@ -5,7 +5,7 @@ Replicas on one host add up in memory that all see (collectives/shared_memory.py
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,10 @@ from lp_pipe.pipeline.worker.channel_ends import ChannelEnds
 from lp_pipe.pipeline.worker.neighbours import Neighbours
 from lp_pipe.private_torch import buffers_of
 from lp_pipe.training.buffer_snapshot import BufferSnapshot, set_buffer
+from lp_pipe.training.state_shards import is_dense
 
 _BUFFER_BYTES = 4 << 20
+_LINE_BYTES = 64
 _CREDITS = 2  # parts, and sums
 _CALLS = 1 << 20  # tags of the channels for each operation of the pipeline
 _SHARING_KINDS = ("auto", "shm", "inproc")
@@ -50,6 +52,7 @@ class Reduction(ChannelEnds[int]):
         }
         self._backend: Backend | None = None
         self._buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._shared: _SharedGradients | None = None
         self._tag = 0
         self._aborted: tuple[int, str] = (-1, "")
 
@@ -70,6 +73,15 @@ class Reduction(ChannelEnds[int]):
             return
         with self.joined(tag) as backend:
             self._reduce(backend, tag, parameters, modules, before)
+
+    def share_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let gradients lie in memory that the replicas share, if they share any, from the next backward on.
+
+        That takes the memory of all gradients in all steps, but little of the heap. The replicas are joined.
+        """
+        assert self._backend is not None, "the caller is in `joined`"
+        if self._shared is None and self._can_share and not isinstance(self._backend, DirectBackend):
+            self._shared = _SharedGradients(self._backend, parameters)
 
     @contextlib.contextmanager
     def joined(self, tag: int) -> Iterator[Backend]:
@@ -105,6 +117,9 @@ class Reduction(ChannelEnds[int]):
     def _leave(self) -> None:
         backend, self._backend = self._backend, None
         self._buffers.clear()
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
         if backend is not None:
             backend.close()
 
@@ -151,11 +166,15 @@ class Reduction(ChannelEnds[int]):
             if flat is None and on:
                 parameters[index].grad = torch.empty_like(parameters[index])
                 own[index] = _flat(parameters[index].grad)
+        counts = {parameter: len(on) for parameter, on in zip(parameters, present, strict=True)}
+        reduced = self._shared.reduce(backend, counts) if self._shared is not None else set()
         by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for flat, on in zip(own, present, strict=True):
-            if flat is not None and len(on) == self._count:
+        for parameter, flat, on in zip(parameters, own, present, strict=True):
+            if flat is None or parameter in reduced:
+                continue
+            if len(on) == self._count:
                 by_kind.setdefault((flat.dtype, flat.device), []).append(flat)
-            elif flat is not None:
+            else:
                 _reduce_partial(backend, flat, on)
         for kind, gradients in by_kind.items():
             self._reduce_together(backend, kind, gradients)
@@ -182,6 +201,78 @@ class Reduction(ChannelEnds[int]):
             backend.all_reduce(together)
             for view, piece in zip(views, pieces, strict=True):
                 piece.copy_(view)
+
+
+class _SharedGradients:
+    """Memory for gradients that all replicas see. Hooks move each gradient there as soon as autograd has made it.
+
+    Autograd allocates gradients one by one, and all of them go at the end of a step: in a heap they leave holes, which
+    those of the next step do not fit (docs/decisions/063).
+    """
+
+    def __init__(self, backend: Backend, parameters: Sequence[nn.Parameter]) -> None:
+        self._groups: list[tuple[Tensor, list[nn.Parameter]]] = []  # which are added up together
+        self._places: dict[nn.Parameter, Tensor] = {}
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            if parameter.requires_grad and is_dense(parameter):
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for same in by_dtype.values():
+            group: list[nn.Parameter] = []
+            for parameter in same:
+                if group and sum(_lines(one) for one in group) + _lines(parameter) > _BUFFER_BYTES // _LINE_BYTES:
+                    self._add_group(backend, group)
+                    group = []
+                group.append(parameter)
+            self._add_group(backend, group)
+        self._hooks = [one.register_post_accumulate_grad_hook(self._move) for one in self._places]
+
+    def _add_group(self, backend: Backend, parameters: list[nn.Parameter]) -> None:
+        dtype = parameters[0].dtype
+        per_line = _LINE_BYTES // dtype.itemsize
+        memory = backend.empty(sum(map(_lines, parameters)) * per_line, dtype).zero_()
+        at = 0
+        for parameter in parameters:
+            place = memory[at : at + parameter.numel()]
+            self._places[parameter] = place.as_strided(parameter.shape, parameter.stride())
+            at += _lines(parameter) * per_line
+        self._groups.append((memory, parameters))
+
+    @torch.no_grad()
+    def _move(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter), "it was registered with one"
+        gradient, place = parameter.grad, self._places.get(parameter)
+        if place is not None and gradient is not None and gradient is not place and gradient.layout is torch.strided:
+            place.copy_(gradient)
+            parameter.grad = place
+
+    def reduce(self, backend: Backend, counts: Mapping[nn.Parameter, int]) -> set[nn.Parameter]:
+        """Add up the gradients of each group that all replicas have, and return the parameters of these groups.
+
+        counts: how many replicas have a gradient; a group may have parameters of which none has.
+        """
+        found: set[nn.Parameter] = set()
+        for memory, parameters in self._groups:
+            if all(counts[one] in (0, backend.world_size) for one in parameters):
+                for parameter in parameters:
+                    if counts[parameter]:
+                        self._move(parameter)
+                    else:
+                        self._places[parameter].zero_()
+                backend.all_reduce(memory)
+                found.update(parameters)
+        return found
+
+    def close(self) -> None:
+        """Leave gradients where they are from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._places.clear()
+        self._groups.clear()
+
+
+def _lines(parameter: Tensor) -> int:
+    return -(-parameter.nbytes // _LINE_BYTES)
 
 
 def _in_pieces(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:

@@ -216,6 +216,8 @@ class StageWorker(CommandService):
         if self._config.callbacks:
             self._apply_callbacks(task.step)
         with self._joined(task.tag):
+            if self._shards is not None and self._shards.zero == 1:
+                self._reduction.share_gradients(self.training.parameters)
             operation = self._run(task, scale, self._hooks())
             self._metering.before_update()
             parameters = [] if isinstance(self._shards, BlockShards) else self.training.parameters
