@@ -1,6 +1,7 @@
 """A model that does not fit a process's memory trains where its parameters are sharded over the workers."""
 
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,14 @@ import lp_pipe.pipeline as pp
 
 LAYERS, WIDTH = 64, 1024  # a heap grows by 64 MiB, which is little beside them
 PARAMETERS = LAYERS * WIDTH**2
+
+
+@pytest.fixture(autouse=True)
+def _limit_of_this_process() -> Iterator[None]:
+    """Keep the limit that later tests of this process need: a layer may be built here, too."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def limit_memory() -> None:
