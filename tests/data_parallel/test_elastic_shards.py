@@ -131,7 +131,12 @@ def two_optimizers(replica: dp.Replica, folder: str, place: str, zeros: tuple[in
 
 
 @pytest.mark.parametrize(
-    ("backend", "zeros", "mirror_every"), [("auto", (1, 1), 1), (dp.Servers(1), (1, 1), 1), ("auto", (0, 1), 2)]
+    ("backend", "zeros", "mirror_every"),
+    [
+        ("auto", (1, 1), 1),
+        (dp.Servers(1), (1, 1), 1),
+        pytest.param("auto", (0, 1), 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_of_two_optimizers_is_undone_in_all_shards(
     launched: Any, backend: Any, zeros: tuple[int, int], mirror_every: int, tmp_path: Path
@@ -182,9 +187,9 @@ def test_a_worker_that_is_killed_at_a_random_moment_loses_no_shard(
 
 CASES_OF_COPIES = [
     ("shrink", "shard", {"replicas/1": 5}, None),
-    ("restart", "exchange", {"replicas/0": 4, "replicas/2": 8}, None),
+    pytest.param("restart", "exchange", {"replicas/0": 4, "replicas/2": 8}, None, marks=pytest.mark.slow),
     ("restart", "end", {"replicas/0": 7, "replicas/1": 7}, 2),  # neighbours: back to a checkpoint
-    ("shrink", "end", {"replicas/1": 2, "replicas/2": 11}, 4),
+    pytest.param("shrink", "end", {"replicas/1": 2, "replicas/2": 11}, 4, marks=pytest.mark.slow),
 ]
 
 

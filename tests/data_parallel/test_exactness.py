@@ -108,7 +108,7 @@ def training_until_asked_behind_the_loop(replica: dp.Replica, folder: str, zero:
     ("mode", "zero", "options"),
     [
         ("thread", 1, {}),
-        ("thread", 1, {"on_failure": "shrink"}),
+        pytest.param("thread", 1, {"on_failure": "shrink"}, marks=pytest.mark.slow),
         pytest.param("process", 2, {}, marks=pytest.mark.slow),
         pytest.param("process", 3, {}, marks=pytest.mark.slow),
         pytest.param("process", 3, {"workers": 1}, marks=pytest.mark.slow),
