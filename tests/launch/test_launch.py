@@ -728,7 +728,7 @@ def test_a_thread_that_does_not_end_is_left_behind_and_named(
     run.wait()
 
 
-def test_a_program_that_has_ended_is_not_kept_in_memory(mode: str, own_templates: None) -> None:
+def test_a_program_that_has_ended_is_not_kept_in_memory(mode: str) -> None:
     # The launcher kept every program's arguments for ever, to be able to say that its servers are gone.
     def launch_once() -> tuple[weakref.ref[Any], lp.CourierHandle]:
         argument = Server()

@@ -185,7 +185,7 @@ class Template:
         if warm is not None:
             self._say("end run")
             if self._is_free.wait(patience_s):
-                self._on_lost = lambda reason: None
+                self._on_start = self._on_exit = self._on_lost = _ignore  # the run's, which may be freed now
                 kill_all([pid for pid in marked(MARK, self._mark) if pid != self._process.pid])
                 self._socket_dir = ""
                 if warm.put(self):
@@ -308,6 +308,10 @@ def kept_warm() -> Iterator[None]:
     """Keep the templates of runs that end in the body for later ones, until the end of the body."""
     with contextlib.closing(WarmTemplates()) as templates, templates.used():
         yield
+
+
+def _ignore(*_: Any) -> None:
+    """Do nothing: no run uses the template now."""
 
 
 def start_template(
