@@ -134,7 +134,7 @@ def test_gloo_is_not_begun_with_few_descriptors_left() -> None:
 def test_grpc_is_not_begun_with_few_descriptors_left(run_credentials: Credentials) -> None:
     """gRPC would end the process when it finds no descriptor for its first channel."""
     where = tcp_endpoint.parse("grpc:127.0.0.1:1")
-    with descriptors_left(10), pytest.raises(OSError, match="Too many open files"):
+    with descriptors_left(1), pytest.raises(OSError, match="Too many open files"):  # threads of others may close some
         grpc_channels.open_channel(where, run_credentials)
 
 

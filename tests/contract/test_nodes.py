@@ -187,7 +187,7 @@ def test_every_node_has_addresses_and_handles() -> None:
     assert isinstance(lp.PyNode(int).create_handle(), lp.Handle)
 
 
-def test_a_pool_has_exactly_its_size(serve: Any) -> None:
+def test_a_pool_has_exactly_its_size(own_templates: None, serve: Any) -> None:
     class Counter:
         def __init__(self) -> None:
             self._now = self._most = 0

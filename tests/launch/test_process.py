@@ -412,17 +412,13 @@ def test_torch_nodes_are_forked_with_torch_loaded_and_compute_with_their_number_
     assert len(draws) == 2
 
 
-@pytest.mark.parametrize(("gpus", "is_loaded"), [("", True), ("0", False)])
-def test_stages_are_forked_with_what_optimizers_load_but_not_where_it_might_ask_for_gpus(
-    gpus: str, is_loaded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_are_forked_with_what_optimizers_load(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each stage took two seconds and 70 MB for itself.
     import lp_pipe.pipeline.worker.worker as stages
 
     monkeypatch.setattr(template, "_WORTH_PRELOADING", (stages.__name__,))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     with lp.launch(probes(count=1), "process") as run:
-        assert run.client("probe", 0).ask(lambda: "torch._dynamo" in sys.modules) == is_loaded
+        assert run.client("probe", 0).ask(lambda: "torch._dynamo" in sys.modules)
 
 
 def test_a_host_that_does_not_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

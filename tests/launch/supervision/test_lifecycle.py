@@ -42,5 +42,6 @@ def test_every_state_has_its_transitions_and_only_gone_states_lead_to_a_start(st
 
 
 def test_words_are_those_of_the_status() -> None:
-    assert {state.word for state in NodeState} == {"starting", "running", "finished", "failed", "stopped", "restarting"}
+    words = {"waiting", "starting", "running", "finished", "failed", "stopped", "restarting"}
+    assert {state.word for state in NodeState} == words
     assert all(state.word == state.when_gone.word for state in NodeState)
