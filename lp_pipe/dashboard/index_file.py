@@ -26,7 +26,7 @@ _Array = NDArray[np.float64]
 
 
 class SeriesState(NamedTuple):
-    """What is known of one series. rows: its buckets, of 8 columns; of 3 columns if each is a single point."""
+    """The points of one series, in short. rows: its buckets, of 8 columns; of 3 columns if each is a single point."""
 
     num_points: int
     width: int
@@ -37,7 +37,7 @@ class SeriesState(NamedTuple):
 
 
 class IndexState(NamedTuple):
-    """What is known of a metrics.jsonl up to the offset `end`. chunks: times and their offsets in the file."""
+    """The contents of a metrics.jsonl, in short, up to the offset `end`. chunks: times, and their offsets there."""
 
     end: int
     chunks: list[tuple[float, int]]

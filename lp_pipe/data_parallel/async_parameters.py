@@ -29,7 +29,7 @@ from lp_pipe.data_parallel.parameter_store import (
 from lp_pipe.data_parallel.training_state import TrainingState, options_of
 from lp_pipe.data_parallel.workers import ReplicaWorkers, TrainingHasEnded, hosted_replicas
 from lp_pipe.errors import CheckpointError, DataParallelError, NotSupported, Unavailable
-from lp_pipe.private_torch import pytree
+from lp_pipe.training.device import on_host
 from lp_pipe.training.state_shards import OwnShardState, flat, is_dense, joined
 
 T = TypeVar("T")
@@ -239,7 +239,7 @@ class AsyncParameters:
     def _optimizer_over(self, shards: Sequence[Tensor], place: int) -> torch.optim.Optimizer:
         """Return a copy of the optimizer that updates the host's copies of these shards, in place of its parameters."""
         found = copy.copy(self._optimizer)
-        found.defaults = _on_host(found.defaults)
+        found.defaults = on_host(found.defaults)
         copies = [nn.Parameter(shard.to("cpu", copy=True)) for shard in shards]
         rest = iter(copies)
         found.param_groups = [
@@ -250,7 +250,7 @@ class AsyncParameters:
         for own, parameter in zip(copies, self._parameters, strict=True):
             if state := self._optimizer.state.get(parameter):
                 cut = {name: self._cut(parameter, name, value, place) for name, value in state.items()}
-                found.state[own] = _on_host(cut)
+                found.state[own] = on_host(cut)
         return found
 
     def _cut(self, parameter: nn.Parameter, name: str, value: Any, place: int) -> Any:
@@ -377,7 +377,7 @@ class AsyncTraining:
 
     def _progress(self) -> WorkerProgress:
         gradients = tuple(self._of(optimizer).gradients for optimizer in self._state.optimizers)
-        state = _on_host(self._state.beside_parameters())
+        state = on_host(self._state.beside_parameters())
         return WorkerProgress(self._state.step, gradients, state, self._first_steps or None)
 
     def _open_servers(self, *, is_first: bool) -> None:
@@ -421,7 +421,7 @@ class AsyncTraining:
         none_applied: list[dict[int, int]] = [{} for _ in range(count)]
         applied, last_steps, places = none_applied, none_applied, saved.places
         if not places:
-            beside = _on_host(self._state.beside_parameters())
+            beside = on_host(self._state.beside_parameters())
             places = dict.fromkeys(range(workers), WorkerProgress(self._state.step, (0,) * count, beside))
         elif len(saved.applied) != count:
             raise CheckpointError(
@@ -524,14 +524,9 @@ class SavedWorkers:
         return after
 
 
-def _on_host(values: Any) -> Any:
-    """Return the values with copies of those tensors that are on a GPU, which servers may not have."""
-    return pytree.tree_map_only(Tensor, Tensor.cpu, values)
-
-
 def _servers_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the options of an optimizer's group, for an update on the host."""
-    found: dict[str, Any] = _on_host(options_of(group))
+    found: dict[str, Any] = on_host(options_of(group))
     return {**found, "capturable": False} if "capturable" in found else found  # torch refuses it there
 
 

@@ -24,6 +24,7 @@ from lp_pipe.data_parallel.workers import ReplicaWorkers
 from lp_pipe.errors import DataParallelError, NotSupported
 from lp_pipe.pipeline.layers.model import LossWeight
 from lp_pipe.private_torch import pytree
+from lp_pipe.training.device import empty_on_host
 from lp_pipe.training.rng import PausableRng
 from lp_pipe.training.state_shards import refuse_fused_on_cpu, refuse_not_elementwise
 
@@ -428,6 +429,4 @@ def _host_copy(tensor: Tensor) -> tuple[Tensor, torch.Event | None]:
     """Return a contiguous copy on the host, and the event after which it has the values; None: it has them."""
     if tensor.is_cpu:
         return tensor.clone(memory_format=torch.contiguous_format), None
-    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    found.copy_(tensor, non_blocking=True)
-    return found, event_now(tensor.device)
+    return empty_on_host(tensor).copy_(tensor, non_blocking=True), event_now(tensor.device)

@@ -12,6 +12,7 @@ from lp_pipe.data_parallel.buckets import Bucket, GradientBuckets, event_now
 from lp_pipe.data_parallel.exchange import Exchange
 from lp_pipe.data_parallel.late_updates import LateSum
 from lp_pipe.errors import DataParallelError
+from lp_pipe.training.device import empty_on_host
 
 
 class ServedBuckets(GradientBuckets):
@@ -38,7 +39,7 @@ class ServedBuckets(GradientBuckets):
         super().__init__(named_parameters, exchange, min(bucket_bytes, self._servers.partition_bytes), extra_flags)
         hosted = exchange.counts[exchange.rank]
         self._on_host = {  # copies of slots that are on a GPU, by the bucket's number
-            bucket.number: _pinned(bucket.slots[:hosted])
+            bucket.number: empty_on_host(bucket.slots[:hosted])
             for bucket in self._buckets
             if bucket.slots.device.type != "cpu"
         }
@@ -153,8 +154,3 @@ class ServedBuckets(GradientBuckets):
             filled=copied,
             destination=destination,
         )
-
-
-def _pinned(on_gpu: Tensor) -> Tensor:
-    """Return memory of the host for a copy of these, which the GPU makes while this process goes on."""
-    return torch.empty(on_gpu.shape, dtype=on_gpu.dtype, pin_memory=True)

@@ -73,5 +73,5 @@ class ShardCopies:
             shards = [shard for one in copies for shard in one.shards.get(parameter, ())]
             for shard in shards:
                 flat(parameter)[shard.state.begin : shard.state.end].copy_(shard.elements)
-            held.append([OwnShardState(one.state.begin, one.state.end, one.state.values) for one in shards])
+            held.append([shard.state for shard in shards])
         return HeldShards(copies[0].layout, held, lacks_updates=True)

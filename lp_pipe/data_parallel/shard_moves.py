@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lp_pipe.collectives.backend import Call
 from lp_pipe.data_parallel.workers import ReplicaWorkers
+from lp_pipe.training.device import on_host
 from lp_pipe.training.state_shards import OwnShard, OwnShardState, flat
 
 STATE = Call("optimizer state of shards")
@@ -37,11 +38,7 @@ class OfElements:
 def announced(state: OwnShardState) -> OwnShardState:
     """Return what other workers must know of a shard's state: dtypes in place of values of elements."""
     values = {
-        name: OfElements(value.dtype)
-        if state.is_of_elements(name)
-        else value.cpu()
-        if isinstance(value, Tensor)
-        else value
+        name: OfElements(value.dtype) if state.is_of_elements(name) else on_host(value)
         for name, value in state.values.items()
     }
     return OwnShardState(state.begin, state.end, values)

@@ -93,7 +93,17 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 def to_host(value: Any, device: torch.device) -> Any:
     """Return the value, which a stage on `device` has made, with its tensors in the host's memory."""
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), value) if device.type != "cpu" else value
+    return on_host(value) if device.type != "cpu" else value
+
+
+def on_host(value: Any) -> Any:
+    """Return the value with its tensors in the host's memory; those that are there are not copied."""
+    return pytree.tree_map_only(Tensor, Tensor.cpu, value)
+
+
+def empty_on_host(like: Tensor) -> Tensor:
+    """Return memory of the host for a tensor's values: page-locked, so that a GPU copies them by itself."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
 
 @contextmanager

@@ -68,12 +68,17 @@ def restore(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, OfParameter
                 optimizer.state[parameter] = saved[parameter].state
 
 
-def on_device_of(parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state that was read on the host, moved to the parameter's device.
+def is_read_by_kernels(group: Mapping[str, Any]) -> bool:
+    """Return whether kernels of the parameters' device read all state of the group; else `step` stays on the host.
 
-    Source: torch.optim.Optimizer.load_state_dict, which leaves `step` on the host unless a kernel is to read it.
+    Source: torch.optim.Optimizer.load_state_dict.
     """
-    stays = set() if group.get("fused") or group.get("capturable") else {"step"}
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+def on_device_of(parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return state that was read on the host, moved to the parameter's device."""
+    stays = set() if is_read_by_kernels(group) else {"step"}
     return {
         key: _as(parameter, value) if isinstance(value, Tensor) and key not in stays else value
         for key, value in state.items()

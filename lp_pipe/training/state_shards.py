@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from lp_pipe.errors import NotSupported
 from lp_pipe.private_torch import version_of
+from lp_pipe.training.device import empty_on_host
 from lp_pipe.training.lasting_memory import lasting
-from lp_pipe.training.optimizer_state import overrides_state_dict
+from lp_pipe.training.optimizer_state import is_read_by_kernels, overrides_state_dict
 from lp_pipe.training.tensor_parts import TensorPart, memory_order, part_of_range
 
 _ELEMENTWISE = frozenset(
@@ -285,7 +286,7 @@ class StateShards:
     def _trained(self, shards: Mapping[nn.Parameter, OwnShard]) -> dict[nn.Parameter, _Trained]:
         return {
             parameter: _Trained(
-                shard, nn.Parameter(_empty_on_host(shard.elements) if self._is_offloaded else shard.elements)
+                shard, nn.Parameter(empty_on_host(shard.elements) if self._is_offloaded else shard.elements)
             )
             for parameter, shard in shards.items()
             if shard.elements.numel()
@@ -317,12 +318,7 @@ class StateShards:
             shard.elements.copy_(stand_in, non_blocking=True)
 
     def _parameters_of_kernels(self) -> set[nn.Parameter]:
-        """Return the parameters whose values of the state are all read by a kernel.
-
-        Source: torch.optim.Optimizer.load_state_dict, which leaves `step` of others on the host.
-        """
-        groups = self.optimizer.param_groups
-        return {one for group in groups if group.get("fused") or group.get("capturable") for one in group["params"]}
+        return {one for group in self.optimizer.param_groups if is_read_by_kernels(group) for one in group["params"]}
 
     def _state_of(self, trained: _Trained) -> OwnShardState:
         return OwnShardState(trained.shard.begin, trained.shard.end, dict(self._state.get(trained.stand_in, {})))
@@ -343,14 +339,9 @@ class StateShards:
                 group["params"] = parameters
 
 
-def _empty_on_host(like: Tensor) -> Tensor:
-    """Return memory of the host for a tensor's values: page-locked, so that a GPU copies them by itself."""
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
-
-
 def _on_host(tensor: Tensor) -> Tensor:
     """Return a copy in the host's memory, which is complete once the GPU's current stream is."""
-    return _empty_on_host(tensor).copy_(tensor, non_blocking=True)
+    return empty_on_host(tensor).copy_(tensor, non_blocking=True)
 
 
 def _placed(trained: _Trained, state: Mapping[str, Any], *, has_kernel: bool) -> dict[str, Any]:

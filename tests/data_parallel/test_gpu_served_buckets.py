@@ -118,7 +118,7 @@ def push_pull(monkeypatch: Any, tmp_path: Path, request: Any) -> Iterator[PushPu
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(buckets, "event_now", lambda device: gpu.current().record())
     monkeypatch.setattr(served_buckets, "event_now", lambda device: gpu.current().record())
-    monkeypatch.setattr(served_buckets, "_pinned", lambda one: torch.full(one.shape, torch.nan))
+    monkeypatch.setattr(served_buckets, "empty_on_host", lambda one: torch.full(one.shape, torch.nan))
     server = SumServer(f"unix:{tmp_path}/server", "server")
     membership = Membership("ranks", 0, 0, ("ranks/0",), (uuid.uuid4().bytes,))
     options = PushPullOptions(2048, True, getattr(request, "param", None))

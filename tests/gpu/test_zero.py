@@ -31,6 +31,7 @@ from tests.pipeline.plain_loop import (
     squared_error,
     without_batch_norm,
 )
+from tests.pipeline.test_zero import BATCHES, check_steps_and_checkpoint
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -151,8 +152,6 @@ def test_a_process_group_takes_tensors_of_a_gpu(tmp_path: Path) -> None:
 
 # ---- pipelines ----
 
-BATCHES = random_batches([10, 3, 12, 1])
-
 
 class OptimizerOnHost:
     """An optimizer of copies in the host's memory, which gets gradients from a GPU and puts parameters there."""
@@ -188,28 +187,6 @@ class UpdatesOnHost(PlainLoop):
         self.lr_scheduler = model.lr_scheduler(on_host.inner) if model.lr_scheduler else None
 
 
-def check_steps_and_checkpoint(mode: str, folder: Path, offload: str | None = None, **options: Any) -> None:
-    """Train, evaluate, save and load on a GPU with these options, beside a plain loop."""
-    model, replicas = without_batch_norm(), options["replicas"]
-    by_layer = [replicas[0]] * 4 + [replicas[-1]] * 4
-    clip, precision = options.get("clip_grad_norm"), options.get("precision", "fp32")
-    kind = PlainLoop if offload is None else UpdatesOnHost
-    plain = kind(model, 6, clip, precision, replicas=by_layer, device=DEVICE)
-    with launched(mode, model, BATCHES, microbatches=6, device=DEVICE, offload=offload, **options) as pipeline:
-        for batch in BATCHES[:2]:
-            pipeline.step()
-            plain.step(batch)
-            assert_same_state(pipeline.state_dict(), plain.state_dict())
-        assert pipeline.evaluate([BATCHES[2]]).loss == plain.evaluate(BATCHES[2])
-        pipeline.save(folder)
-        pipeline.step()
-        pipeline.load(folder)
-        for batch in BATCHES[2:]:
-            pipeline.step()
-            plain.step(batch)
-        assert_same_state(pipeline.state_dict(), plain.state_dict())
-
-
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
@@ -222,7 +199,7 @@ def check_steps_and_checkpoint(mode: str, folder: Path, offload: str | None = No
     ],
 )
 def test_replicas_of_a_stage_divide_their_state(mode: str, options: dict[str, Any], tmp_path: Path) -> None:
-    check_steps_and_checkpoint(mode, tmp_path, **options)
+    check_steps_and_checkpoint(mode, tmp_path, DEVICE, **options)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +213,7 @@ def test_replicas_of_a_stage_divide_their_state(mode: str, options: dict[str, An
     ],
 )
 def test_stages_update_on_the_host(mode: str, options: dict[str, Any], tmp_path: Path) -> None:
-    check_steps_and_checkpoint(mode, tmp_path, offload="cpu", **options)
+    check_steps_and_checkpoint(mode, tmp_path, DEVICE, UpdatesOnHost, offload="cpu", **options)
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:

@@ -30,16 +30,19 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 BATCHES = random_batches([10, 3, 12, 1])
 
 
-def check_steps_and_checkpoint(mode: str, folder: Path, **options: Any) -> None:
-    """Train, evaluate, save and load with these options, beside a plain loop."""
+def check_steps_and_checkpoint(
+    mode: str, folder: Path, device: str = "cpu", kind: type[PlainLoop] = PlainLoop, **options: Any
+) -> None:
+    """Train, evaluate, save and load with these options, beside a plain loop of that kind."""
     model, replicas = without_batch_norm(), options["replicas"]
     by_layer = [replicas[0]] * 4 + [replicas[-1]] * 4
     clip, precision = options.get("clip_grad_norm"), options.get("precision", "fp32")
-    plain = PlainLoop(model, 6, clip, precision, replicas=by_layer)
-    with launched(mode, model, BATCHES, microbatches=6, **options) as pipeline:
+    plain = kind(model, 6, clip, precision, replicas=by_layer, device=device)
+    with launched(mode, model, BATCHES, microbatches=6, device=device, **options) as pipeline:
         for batch in BATCHES[:2]:
             pipeline.step()
             plain.step(batch)
+            assert_same_state(pipeline.state_dict(), plain.state_dict())
         assert pipeline.evaluate([BATCHES[2]]).loss == plain.evaluate(BATCHES[2])
         pipeline.save(folder)
         pipeline.step()

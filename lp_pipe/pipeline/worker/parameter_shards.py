@@ -116,11 +116,19 @@ class ParameterShards:
         self._joined().all_gather(whole, own, call=_UPDATED)
         if is_alone:
             return
+        for replica, parameter, place, part in self._parts_in(whole, bucket):
+            if replica != self._replica:
+                flat(parameter)[place] = part
+
+    def _parts_in(
+        self, whole: Tensor, parameters: Sequence[nn.Parameter]
+    ) -> Iterator[tuple[int, nn.Parameter, slice, Tensor]]:
+        """Yield what was gathered: the replica, the parameter, the place of a shard in it, and the elements."""
+        sizes = [self.size(parameter) for parameter in parameters]
         for replica, of_replica in enumerate(whole.view(self._count, -1)):
-            for parameter, part in zip(bucket, of_replica.split(sizes), strict=True):
+            for parameter, part in zip(parameters, of_replica.split(sizes), strict=True):
                 begin, end = self.range_of(parameter, replica)
-                if replica != self._replica:
-                    flat(parameter)[begin:end] = part[: end - begin]
+                yield replica, parameter, slice(begin, end), part[: end - begin]
 
     def _fills_its_shards(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Return whether there is one parameter, with equal shards: what is gathered is the parameter as it is."""
@@ -408,7 +416,6 @@ class BlockShards(ParameterShards):
     def _gather(self, index: int) -> None:
         self._make_room(index)
         for parameters, packed in zip(self._by_dtype(self._owned[index]), self._packed[index], strict=True):
-            sizes = [self.size(parameter) for parameter in parameters]
             is_alone = self._fills_its_shards(parameters)
             whole = flat(parameters[0].data) if is_alone else packed.new_empty(self._count * len(packed))
             shared = self._outgoing(len(packed), packed).copy_(packed)
@@ -416,10 +423,8 @@ class BlockShards(ParameterShards):
                 self._joined().all_gather(whole, shared, call=_PARAMETERS)
             if is_alone:
                 continue
-            for replica, of_replica in enumerate(whole.view(self._count, -1)):
-                for parameter, part in zip(parameters, of_replica.split(sizes), strict=True):
-                    begin, end = self.range_of(parameter, replica)
-                    flat(parameter.data)[begin:end] = part[: end - begin]  # .data: no new version for autograd
+            for _, parameter, place, part in self._parts_in(whole, parameters):
+                flat(parameter.data)[place] = part  # .data: no new version for autograd
 
     def _outgoing(self, numel: int, like: Tensor) -> Tensor:
         # On the host of one size, so that it is the same memory each time.

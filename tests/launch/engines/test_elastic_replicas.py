@@ -1,9 +1,7 @@
 """Workers on a host that is lost are filled up when the host comes back, to the bits of the plain loop."""
 
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,14 +30,6 @@ def hosts() -> Iterator[namespaces.Hosts]:
     made = namespaces.Hosts(2)
     yield made
     made.close()
-
-
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """A folder that all hosts see; each has a /tmp of its own."""
-    folder = Path(tempfile.mkdtemp(prefix="lp-shared-", dir="/run"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 def train(replica: dp.Replica, folder: Path, zero: int) -> None:

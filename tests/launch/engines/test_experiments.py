@@ -2,7 +2,7 @@
 
 import dataclasses
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import lp_pipe.rl as rl
 from lp_pipe.launch.engines import SshEngine
 from tests.launch.engines import namespaces
 from tests.rl.short_experiments import make_experiment
-from tests.waiting import until
 
 pytestmark = [
     pytest.mark.multihost,
@@ -22,16 +21,6 @@ pytestmark = [
 
 WITHIN_S = 280.0
 ACTORS = 2
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[namespaces.Hosts]:
-    made = namespaces.Hosts(2)
-    yield made
-    try:
-        until(lambda: not any(made.pids(name) for name in made.names), within_s=15)
-    finally:
-        made.close()
 
 
 @pytest.mark.parametrize("lag", [0, 1])

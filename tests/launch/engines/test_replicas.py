@@ -1,7 +1,6 @@
 """Replicas on two hosts have the fingerprint of the plain loop: hosts in namespaces, with real sshd."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import lp_pipe as lp
 from lp_pipe.launch.engines import SshEngine
 from tests.data_parallel import tokens
 from tests.launch.engines import namespaces
-from tests.waiting import until
 
 pytestmark = [
     pytest.mark.multihost,
@@ -19,16 +17,6 @@ pytestmark = [
 
 STEPS = 50
 WITHIN_S = 180
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[namespaces.Hosts]:
-    made = namespaces.Hosts(2)
-    yield made
-    try:
-        until(lambda: not any(made.pids(name) for name in made.names), within_s=15)
-    finally:
-        made.close()
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
