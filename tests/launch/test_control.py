@@ -9,6 +9,7 @@ import pytest
 
 import lp_pipe as lp
 from lp_pipe.launch.run_records import RunRecord, entries, live_folder, read_record
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("warm_bare_template")
 
@@ -49,6 +50,7 @@ def test_a_run_can_be_asked_and_stopped_by_whoever_finds_it(mode: str, tmp_path:
         own = read_record(tmp_path / "out" / "run.json")
         assert own is not None and (own.control, own.pid, own.mark) == (record.control, record.pid, record.mark)
         control = asker(record)
+        until(lambda: {row["state"] for row in run.status()["nodes"]} == {"running"})  # now they have their pids
         assert [row["pid"] for row in control.status()["nodes"]] == [row["pid"] for row in run.status()["nodes"]]
         assert [row["state"] for row in control.stop()["nodes"]] == ["stopped", "stopped"]
         run.wait(PATIENCE_S)
